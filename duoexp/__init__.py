@@ -1,0 +1,1 @@
+"""Configuration-driven experiments with heterogeneous speculative decoding."""

@@ -1,0 +1,29 @@
+"""Where draft tokens come from."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from duoexp.lm.causal_lm import CausalLM
+from duoexp.sampling import Sampler
+from duoexp.tree import Draft
+
+
+class Drafter:
+    """Proposes tokens. This one has none to propose, which makes a run autoregressive."""
+
+    needs_model = False
+
+    def start(self, load: Callable[[], CausalLM], sampler: Sampler, sampled: bool) -> None:
+        """Called once, in the process where the drafter runs. `load` loads the draft model.
+
+        sampled: the rule needs tokens drawn from q and q itself, not the target's likeliest token.
+        """
+
+    def propose(self, context: Sequence[int], pending: Draft, budget: int) -> Iterator[Draft]:
+        """`pending`, which the target is verifying, with up to `budget` more nodes: the draft so far, again and again.
+
+        The work can be stopped after any item.
+        """
+        yield from ()
+
+    def clear(self) -> None:
+        """Forgets the prompt."""

@@ -1,0 +1,83 @@
+"""A small language model as the drafter."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from duoexp.drafters.base import Drafter
+from duoexp.lm.causal_lm import CausalLM
+from duoexp.policy import Policy, Row
+from duoexp.sampling import DRAFT, TARGET, Sampler
+from duoexp.tree import Draft
+
+
+class ModelDrafter(Drafter):
+    """Drafts with a model, in the shape that the policy gives."""
+
+    needs_model = True
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def start(self, load: Callable[[], CausalLM], sampler: Sampler, sampled: bool) -> None:
+        self.lm, self.sampled = load(), sampled
+        self.sampler = sampler.on(DRAFT if sampled else TARGET)
+
+    def propose(self, context: Sequence[int], pending: Draft, budget: int) -> Iterator[Draft]:
+        tip = pending.tip()
+        ahead = len(context) + (pending.depths()[tip] if tip >= 0 else 0)
+        budget = min(budget, self.lm.context_size - ahead)  # past its context the model stays silent
+        if budget > 0:
+            for draft in self.policy.grow(_Continuation(self, context, pending, tip, ahead), budget):
+                yield pending.hang(tip, draft)
+
+    def clear(self) -> None:
+        self.lm.clear()
+
+
+@dataclass
+class _Continuation:
+    """The model as a policy sees it: behind the context and the first sequence of `pending`, `ahead` tokens in all."""
+
+    drafter: ModelDrafter
+    context: Sequence[int]
+    pending: Draft
+    tip: int
+    ahead: int
+
+    def after(self, draft: Draft, nodes: Sequence[int]) -> list[Row]:
+        rows = [1 + (self.tip if node < 0 else len(self.pending) + node) for node in nodes]
+        logits = self.drafter.lm.logits(self.context, self.pending.hang(self.tip, draft), rows)
+        depths = [0, *draft.depths()]
+        return [
+            _ModelRow(self.drafter, row, self.ahead + depths[node + 1])
+            for node, row in zip(nodes, logits, strict=True)
+        ]
+
+
+@dataclass
+class _ModelRow:
+    """The logits [vocabulary] for the token at one position."""
+
+    drafter: ModelDrafter
+    logits: Tensor
+    position: int
+
+    @cached_property
+    def probs(self) -> Tensor:
+        sampler = self.drafter.sampler
+        return sampler.probs(self.logits) if sampler.temperature else self.logits.float().softmax(-1)
+
+    def best(self, count: int = 1) -> list[int]:
+        scores = self.drafter.sampler.scores(self.logits, self.position)
+        if count == 1:
+            return [int(scores.argmax())]
+        values, tokens = scores.topk(min(count, len(scores)))
+        return tokens[values > -torch.inf].tolist()  # never one that top-k or top-p excludes
+
+    def grow(self, draft: Draft, node: int, count: int = 1) -> Draft:
+        q = self.drafter.sampler.probs(self.logits).cpu() if self.drafter.sampled else None
+        return draft.grow(node, self.best(count), q)

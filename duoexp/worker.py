@@ -1,0 +1,287 @@
+"""Where a drafter runs: in this process, or in one of its own beside the target."""
+
+import logging
+import multiprocessing
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Protocol, TypeVar
+
+from duoexp.drafters.base import Drafter
+from duoexp.tree import Draft
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+Span = tuple[float, float]  # start and end of one draft step, on the clock that all processes share
+
+
+class DraftFailed(RuntimeError):
+    """The drafter raised, or its process died; the text holds its traceback or its exit code."""
+
+
+@dataclass
+class Work:
+    """What a drafter did since it was last asked: its steps, and the tokens that they brought, used or not."""
+
+    spans: list[Span] = field(default_factory=list)
+    tokens: int = 0
+    message_s: float = 0.0  # how long the answers that were waited for were on their way
+
+
+class Worker(Protocol):
+    def ask(self, context: Sequence[int], pending: Draft, budget: int) -> None:
+        """Puts a question, which supersedes the one under way; returns at once."""
+        ...
+
+    def answer(self, at_least: int | None = None) -> Draft:
+        """`pending` with what was drafted. None: waits for the whole budget; n: for n tokens; 0: takes what is there."""
+        ...
+
+    def work(self) -> Work:
+        """What was done since the last call."""
+        ...
+
+    def rest(self) -> Work:
+        """Stops drafting, forgets the prompt, and returns the rest of the work. The drafter is idle afterwards."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Inline:
+    """Drafts in this process, when the answer is asked for: never at the same time as the target."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self._work = Work()
+
+    def ask(self, context: Sequence[int], pending: Draft, budget: int) -> None:
+        self._question = (list(context), pending, budget)
+
+    def answer(self, at_least: int | None = None) -> Draft:
+        context, pending, budget = self._question
+        draft, begun = pending, time.perf_counter()
+        wanted = len(pending) + (budget if at_least is None else at_least)
+        steps = self.drafter.propose(context, pending, budget)
+        while len(draft) < wanted and (step := next(steps, None)) is not None:
+            self._work.spans.append((begun, begun := time.perf_counter()))
+            draft = step
+        self._work.tokens += len(draft) - len(pending)
+        return draft
+
+    def work(self) -> Work:
+        work, self._work = self._work, Work()
+        return work
+
+    def rest(self) -> Work:
+        self.drafter.clear()
+        return self.work()
+
+    def close(self) -> None:
+        pass
+
+
+class Continuing:
+    """A worker whose failure ends the drafting, not the answer: from then on there is no draft."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker: Worker | None = worker
+        self.failure: str | None = None
+        self._pending = Draft()
+
+    def ask(self, context: Sequence[int], pending: Draft, budget: int) -> None:
+        self._pending = pending
+        self._try(lambda worker: worker.ask(context, pending, budget), None)
+
+    def answer(self, at_least: int | None = None) -> Draft:
+        return self._try(lambda worker: worker.answer(at_least), self._pending)
+
+    def work(self) -> Work:
+        return self._try(lambda worker: worker.work(), Work())
+
+    def rest(self) -> Work:
+        return self._try(lambda worker: worker.rest(), Work())
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
+
+    def _try(self, call: Callable[[Worker], T], otherwise: T) -> T:
+        if self.worker is None:
+            return otherwise
+        try:
+            return call(self.worker)
+        except DraftFailed as failure:
+            self.failure = str(failure)
+            log.warning("going on without a draft: %s", failure)
+            self.close()
+            self.worker = None
+            return otherwise
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """News of a question: the nodes that were added, the steps that it took, and whether these were the last."""
+
+    question: int
+    part: Draft
+    spans: tuple[Span, ...]
+    last: bool
+    sent: float
+
+
+class Process:
+    """Drafts in a spawned process, while the target verifies.
+
+    build: makes the started drafter in the child; placed: pins the child, before anything is loaded.
+    Every step's news is sent as it happens, so taking what is there costs no round trip. The pipe blocks; nobody spins.
+    """
+
+    def __init__(
+        self, build: Callable[[], Drafter], placed: Callable[[], AbstractContextManager[None]], vocabulary: int
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child, build, placed), name="duoexp-draft", daemon=True)
+        self._process.start()
+        child.close()  # so that a dead child reads as the end of the pipe
+        self._vocabulary = vocabulary
+        self._question, self._sent = 0, list[int]()
+        self._pending, self._draft, self._whole = Draft(), Draft(), True
+        self._work = Work()
+
+    def ready(self) -> None:
+        """Waits until the draft model is loaded."""
+        self._receive()
+
+    def ask(self, context: Sequence[int], pending: Draft, budget: int) -> None:
+        self._drain()  # so that the child is never stuck in sending while it should read
+        self._question += 1
+        known = len(self._sent) if list(context[: len(self._sent)]) == self._sent else 0
+        self._sent = list(context)
+        self._pending = self._draft = pending
+        self._budget, self._whole = budget, False
+        bare = Draft(pending.tokens, pending.parents)  # q stays here: the child has no use for it
+        self._send((self._question, known, self._sent[known:], bare, budget))
+
+    def answer(self, at_least: int | None = None) -> Draft:
+        wanted = len(self._pending) + (self._budget if at_least is None else at_least)
+        while not self._whole and len(self._draft) < wanted:
+            message = self._receive()
+            if self._take(message):
+                self._work.message_s += time.perf_counter() - message.sent
+        self._drain()
+        return self._draft
+
+    def work(self) -> Work:
+        work, self._work = self._work, Work()
+        return work
+
+    def rest(self) -> Work:
+        self.ask([], Draft(), 0)
+        self.answer()
+        return self.work()
+
+    def close(self) -> None:
+        """Ends the child, at the latest after ten seconds."""
+        if self._process.is_alive():
+            try:
+                self._pipe.send(None)
+            except OSError:
+                pass  # it has just died by itself, which is what is wanted
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._pipe.close()
+
+    def _drain(self) -> None:
+        while self._pipe.poll():
+            self._take(self._receive())
+
+    def _take(self, message: _Answer) -> bool:
+        """Books the work; adds the news if they answer the question under way."""
+        self._work.tokens += len(message.part)
+        self._work.spans += message.spans
+        if message.question != self._question:
+            return False
+        strange = [token for token in message.part.tokens if not 0 <= token < self._vocabulary]
+        if strange:
+            raise DraftFailed(f"the drafter proposed id {strange[0]}, but the vocabulary has {self._vocabulary} ids")
+        self._draft, self._whole = self._draft.join(message.part), message.last
+        return True
+
+    def _send(self, message: object) -> None:
+        try:
+            self._pipe.send(message)
+        except OSError as error:
+            raise self._death() from error
+
+    def _receive(self) -> _Answer:
+        try:
+            message = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise self._death() from error
+        if isinstance(message, str):
+            raise DraftFailed(f"the drafter raised in its process:\n{message}")
+        return message
+
+    def _death(self) -> DraftFailed:
+        self._process.join(10)
+        return DraftFailed(f"the draft process ended by itself with exit code {self._process.exitcode}")
+
+
+def _serve(pipe: Connection, build: Callable[[], Drafter], placed: Callable[[], AbstractContextManager[None]]) -> None:
+    """The child: answers questions until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle; the pipe then closes
+    try:
+        with placed():
+            drafter = build()
+            pipe.send(_Answer(0, Draft(), (), last=True, sent=time.perf_counter()))
+            _answer_all(pipe, drafter)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the parent is gone
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+def _answer_all(pipe: Connection, drafter: Drafter) -> None:
+    context: list[int] = []
+    while (question := pipe.recv()) is not None:
+        number, known, news, pending, budget = question
+        context = context[:known] + news
+        if context:
+            _answer(pipe, number, drafter.propose(context, pending, budget), pending)
+        else:
+            drafter.clear()
+            _answer(pipe, number, iter(()), pending)
+
+
+def _answer(pipe: Connection, number: int, steps: Iterator[Draft], pending: Draft) -> None:
+    """Sends what each step adds, and stops between two steps when a new question waits.
+
+    A draft with q is sent when it is whole: its rows, of vocabulary size, would fill the pipe and stop the drafter.
+    """
+    draft, sent = pending, len(pending)
+    spans: list[Span] = []
+    begun = time.perf_counter()
+
+    def send(part: Draft, last: bool) -> None:
+        nonlocal sent
+        pipe.send(_Answer(number, part, tuple(spans), last, time.perf_counter()))
+        sent = len(draft)
+        spans.clear()
+
+    for draft in steps:
+        spans.append((begun, time.perf_counter()))
+        if pipe.poll():
+            return send(Draft(draft.tokens[sent:], draft.parents[sent:]), last=False)
+        if draft.probs is None:
+            send(draft.since(sent), last=False)
+        begun = time.perf_counter()
+    send(draft.since(sent), last=True)
