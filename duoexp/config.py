@@ -1,6 +1,8 @@
 """Every setting there is: one dataclass an axis, composed by Hydra from `conf/`, and the checks of their ranges."""
 
+import re
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -11,6 +13,7 @@ SCHEDULES = ("serial", "overlapped")
 RULES = ("match", "rejection")
 WORKERS = ("inline", "process")
 TEMPLATES = ("auto", "chat", "plain", "vicuna")
+VOCABULARY = ("strict", "warn", "off")
 
 
 class InputError(ValueError):
@@ -24,8 +27,9 @@ class ModelConfig:
     name: str = MISSING
     target: str = MISSING
     draft: str = MISSING
+    budget: int = MISSING  # draft tokens a round that suit the pair when drafting and verifying overlap
     template: str = "auto"  # how a prompt becomes text: TEMPLATES
-    vocabulary: str = "strict"  # what happens when the two vocabularies differ: strict, warn, off
+    vocabulary: str = "strict"  # what to do when the two differ: VOCABULARY
     trust_remote_code: bool = False
 
 
@@ -69,7 +73,8 @@ class TaskConfig:
     name: str = MISSING
     kinds: list[str] = MISSING  # the kinds of prompts inside
     path: str | None = None  # a file or folder of JSON lines; null: `source`
-    source: str | None = None  # a public address that `datasets` reads
+    source: str | None = None  # of the package (pkg://), or public: an address, or a data set with subset and split
+    subset: str | None = None
     split: str = "train"
     text: str | None = None
     limit: int | None = None  # so many prompts, spread evenly; null: all
@@ -104,6 +109,31 @@ class Config:
     task: TaskConfig = MISSING
     tracker: TrackerConfig = MISSING
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+def check(config: Config) -> None:
+    """Raises InputError for the first value out of range; what depends on the machine is checked by `hardware`."""
+    sampling, draft = config.sampling, config.draft
+    _within("name", config.name, bool(re.fullmatch(r"\w[\w.-]*", config.name)), "letters, digits, '.', '_' and '-'")
+    _within("draft.budget", draft.budget, draft.budget >= 0, "0 or more")
+    _within("draft.schedule", draft.schedule, draft.schedule in SCHEDULES, _either(SCHEDULES))
+    _within("draft.rule", draft.rule, draft.rule in RULES, _either(RULES))
+    _within("model.template", config.model.template, config.model.template in TEMPLATES, _either(TEMPLATES))
+    _within("model.vocabulary", config.model.vocabulary, config.model.vocabulary in VOCABULARY, _either(VOCABULARY))
+    _within("sampling.temperature", sampling.temperature, 0 <= sampling.temperature < inf, "0 (greedy) or more")
+    _within("sampling.top_k", sampling.top_k, sampling.top_k >= 0, "0 (all tokens) or more")
+    _within("sampling.top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and up to 1 (all tokens)")
+    _within("sampling.max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "1 or more")
+    _within("sampling.stop", sampling.stop, all(sampling.stop), "no empty string")
+
+
+def _within(key: str, value: object, holds: bool, allowed: str) -> None:
+    if not holds:
+        raise InputError(f"{key}={value!r} is out of range; allowed: {allowed}")
+
+
+def _either(words: tuple[str, ...]) -> str:
+    return ", ".join(words[:-1]) + " or " + words[-1]
 
 
 def register() -> None:

@@ -23,7 +23,8 @@ class Round:
     accepted: int  # draft tokens that the pass accepted
     rejected: bool  # it rejected one behind them
     head: bool | None  # whether a first token was the target's; None where none was compared
-    drafted: int  # nodes of the draft that the pass verified
+    verified: int  # nodes of the draft that the pass verified
+    drafted: int  # nodes that were drafted since the last pass began, used or not
     sequences: int  # draft sequences that arrived for this pass; 0: none
     start_s: float  # of the pass
     verify_s: float
@@ -129,7 +130,8 @@ def _round(stop: Stop, verdict: Verdict, pending: Draft, arrival: _Arrival, star
         accepted=min(verdict.accepted, len(tokens)),
         rejected=verdict.rejected and whole,
         head=arrival.head,
-        drafted=len(pending),
+        verified=len(pending),
+        drafted=work.tokens,
         sequences=arrival.sequences,
         start_s=start,
         verify_s=verify_s,

@@ -12,8 +12,8 @@ class Drafter:
 
     needs_model = False
 
-    def start(self, load: Callable[[], CausalLM], sampler: Sampler, sampled: bool) -> None:
-        """Called once, in the process where the drafter runs. `load` loads the draft model.
+    def start(self, load: Callable[[], CausalLM] | None, sampler: Sampler, sampled: bool) -> None:
+        """Called once, in the process where the drafter runs. `load` loads the draft model, for one that needs it.
 
         sampled: the rule needs tokens drawn from q and q itself, not the target's likeliest token.
         """

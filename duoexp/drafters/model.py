@@ -22,7 +22,8 @@ class ModelDrafter(Drafter):
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
-    def start(self, load: Callable[[], CausalLM], sampler: Sampler, sampled: bool) -> None:
+    def start(self, load: Callable[[], CausalLM] | None, sampler: Sampler, sampled: bool) -> None:
+        assert load is not None, "a drafter with needs_model is given one"
         self.lm, self.sampled = load(), sampled
         self.sampler = sampler.on(DRAFT if sampled else TARGET)
 
@@ -30,7 +31,7 @@ class ModelDrafter(Drafter):
         tip = pending.tip()
         ahead = len(context) + (pending.depths()[tip] if tip >= 0 else 0)
         budget = min(budget, self.lm.context_size - ahead)  # past its context the model stays silent
-        if budget > 0:
+        if budget > 0 and max(context) < self.lm.vocabulary:  # and before an id that it doesn't know
             for draft in self.policy.grow(_Continuation(self, context, pending, tip, ahead), budget):
                 yield pending.hang(tip, draft)
 

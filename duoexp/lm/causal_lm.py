@@ -1,14 +1,13 @@
 """A model and its cache behind one verb: the logits after a context and after every node of a draft."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from duoexp.config import InputError
-from duoexp.lm.cache import buffer_cache, keep
 from duoexp.tree import Draft
 
 
@@ -30,19 +29,29 @@ class CausalLM(Protocol):
         ...
 
 
-class TransformersLM:
-    """A causal model of transformers, batch 1."""
+class CachedLM(ABC):
+    """The bookkeeping of a cache: which slot holds which token of the context and which node of the draft.
 
-    def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
-        config = model.config.get_text_config(decoder=True)
-        self.model = model.eval()
-        self.vocabulary = vocabulary
-        self.context_size: int = config.max_position_embeddings
-        self._cache = buffer_cache(config)
+    A model adds `run` and `keep`. The context always lies in the first slots, in order; nodes lie behind it in any.
+    """
+
+    def __init__(self, vocabulary: int, context_size: int) -> None:
+        self.vocabulary, self.context_size = vocabulary, context_size
         self.clear()
 
+    @abstractmethod
+    def run(self, tokens: list[int], positions: list[int], hidden: Tensor | None, places: list[int]) -> Tensor:
+        """Runs `tokens` in the next free slots; returns [places, vocabulary], the logits behind tokens[place].
+
+        hidden [tokens, slots]: True where a token must not look; None where each looks at all slots up to its own.
+        """
+
+    @abstractmethod
+    def keep(self, slots: list[int]) -> None:
+        """Keeps these slots, in this order, as the first ones; the others are free again."""
+
     def clear(self) -> None:
-        self._context: list[int] = []  # lies in the first slots of the cache
+        self._context: list[int] = []
         self._draft, self._slots = Draft(), dict[int, int]()  # the nodes that the cache holds, and in which slot
 
     @torch.inference_mode()
@@ -54,26 +63,21 @@ class TransformersLM:
         nodes = [node for node in _needed(draft, rows) if node not in self._slots]
         new = len(context) - read
         slots = self._slots | {node: read + len(self._slots) + new + i for i, node in enumerate(nodes)}
-        tokens = [*context[read:], *(draft.tokens[node] for node in nodes)]
-        positions = [*range(read, len(context)), *(len(context) - 1 + depths[node] for node in nodes)]
         places = {0: new - 1} | {node + 1: new + i for i, node in enumerate(nodes)}
-        device = self.model.device
-        output = self.model(
-            input_ids=torch.tensor([tokens], device=device),
-            position_ids=torch.tensor([positions], device=device),
-            attention_mask=self._mask(read, len(context), slots, nodes),
-            cache=self._cache,
-            use_cache=True,
-            logits_to_keep=torch.tensor([places[row] for row in rows], device=device),
+        logits = self.run(
+            tokens=[*context[read:], *(draft.tokens[node] for node in nodes)],
+            positions=[*range(read, len(context)), *(len(context) - 1 + depths[node] for node in nodes)],
+            hidden=self._hidden(read, len(context), slots, nodes),
+            places=[places[row] for row in rows],
         )
         self._context, self._slots = list(context), slots
-        return output.logits[0, :, : self.vocabulary]
+        return logits
 
     def _align(self, context: list[int], draft: Draft, rows: Sequence[int]) -> int:
         """Keeps in the cache what `context` and `draft` share with it; returns how many context tokens it then holds."""
         read = _shared(context, self._context)
         slots, node = list(range(read)), -1
-        while read == len(slots) and len(self._context) <= read < len(context):  # the context went on along the draft
+        while len(self._context) <= read < len(context):  # the context went on along the draft
             child = self._draft.child(node, context[read])
             if child is None or child not in self._slots:
                 break
@@ -90,23 +94,22 @@ class TransformersLM:
                 if old is not None and old in self._slots and new + 1 not in rows:
                     was[new], kept[new] = old, len(slots)
                     slots.append(self._slots[old])
-        keep(self._cache, slots)
+        self.keep(slots)
         self._context, self._draft, self._slots = context[:read], draft, kept
         return read
 
-    def _mask(self, read: int, length: int, slots: dict[int, int], nodes: list[int]) -> Tensor | None:
-        """[1, 1, new tokens, slots], 0 where a token looks, the lowest number where not; None where all is one chain."""
+    def _hidden(self, read: int, length: int, slots: dict[int, int], nodes: list[int]) -> Tensor | None:
         parents = self._draft.parents
         if all(parents[node] == before for node, before in zip(slots, [-1, *slots], strict=False)):
             return None
         new = length - read + len(nodes)
-        mask = torch.full((new, length + len(slots)), torch.finfo(self.model.dtype).min, dtype=self.model.dtype)
-        mask[:, :length] = mask[:, :length].triu(read + 1)  # context tokens look back, nodes at all of the context
+        hidden = torch.ones(new, length + len(slots), dtype=torch.bool)
+        hidden[:, :length].triu_(read + 1)  # context tokens look back, nodes at all of the context
         for row, node in enumerate(nodes, start=length - read):
             while node >= 0:
-                mask[row, slots[node]] = 0
+                hidden[row, slots[node]] = False
                 node = parents[node]
-        return mask.to(self.model.device)[None, None]
+        return hidden
 
     def _check(self, context: Sequence[int], depths: list[int]) -> None:
         if not context:

@@ -1,0 +1,122 @@
+"""From a checkpoint to a tokenizer and to a model on its device. Every call into the hub is made here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from duoexp.config import InputError
+from duoexp.lm.transformers_lm import TransformersLM
+from duoexp.lm.sources import Checkpoint
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Model:
+    """All that is known of a model before its weights are read."""
+
+    source: str
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    trust_remote_code: bool
+
+    @property
+    def rows(self) -> int:
+        """Of the embedding and the head: tokens, then padding."""
+        return self.config.get_text_config(decoder=True).vocab_size
+
+    @property
+    def tokens(self) -> int:
+        return min(self.rows, len(self.tokenizer))
+
+
+def describe(source: str, checkpoint: Checkpoint, trust_remote_code: bool = False) -> Model:
+    """Reads config and tokenizer. Raises InputError when the model can't be reached."""
+    where = {"revision": checkpoint.revision, "trust_remote_code": trust_remote_code}
+    config = _reached(source, lambda: AutoConfig.from_pretrained(checkpoint.path, **where))
+    tokenizer = _reached(source, lambda: AutoTokenizer.from_pretrained(checkpoint.path, **where))
+    if checkpoint.layers is not None:
+        text = config.get_text_config(decoder=True)
+        text.num_hidden_layers = checkpoint.layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[: checkpoint.layers]
+    return Model(source, checkpoint, config, tokenizer, trust_remote_code)
+
+
+def load(model: Model, device: str, dtype: str, vocabulary: int) -> TransformersLM:
+    """The model with its weights, which are safetensors or nothing; ids from `vocabulary` on are masked as padding."""
+    transformers_logging.set_verbosity_error()  # it reports the layers left out of a stand-in as unexpected weights
+    transformers_logging.disable_progress_bar()
+    weights = _reached(
+        model.source,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            model.checkpoint.path,
+            revision=model.checkpoint.revision,
+            config=model.config,
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            trust_remote_code=model.trust_remote_code,
+        ),
+    )
+    return TransformersLM(weights.to(device), vocabulary)
+
+
+def eos_ids(model: Model) -> frozenset[int]:
+    """Every id at which the model ends an answer: of its generation config, its config and its tokenizer."""
+    try:
+        generation = GenerationConfig.from_pretrained(model.checkpoint.path, revision=model.checkpoint.revision)
+    except OSError:
+        generation = GenerationConfig()  # a checkpoint need not have one
+    text = model.config.get_text_config(decoder=True)
+    found = [generation.eos_token_id, text.eos_token_id, model.tokenizer.eos_token_id]
+    lists = [ids if isinstance(ids, list) else [ids] for ids in found if ids is not None]
+    return frozenset(eos for ids in lists for eos in ids)
+
+
+def shared_vocabulary(target: Model, draft: Model, warn: Callable[[str], None] | None = None) -> int:
+    """The number of ids of both. Raises InputError where the vocabularies differ, or tells `warn` when there is one.
+
+    Rows that pad a model beyond its tokenizer do not count.
+    """
+    difference = _difference(target, draft)
+    if difference:
+        if warn is None:
+            raise InputError(
+                f"model.draft={draft.source!r} and model.target={target.source!r} differ in vocabulary: {difference}; "
+                "choose a draft of the same family, or set model.vocabulary=warn to draft with it all the same"
+            )
+        warn(f"the two vocabularies differ: {difference}")
+    return min(target.tokens, draft.tokens)
+
+
+def _difference(target: Model, draft: Model) -> str | None:
+    texts = [model.tokenizer.convert_ids_to_tokens(list(range(model.tokens))) for model in (target, draft)]
+    for token, (left, right) in enumerate(zip(*texts, strict=False)):
+        if left != right:
+            return f"id {token} is {left!r} in the target and {right!r} in the draft"
+    if target.tokens != draft.tokens:
+        return f"the target has {target.tokens} ids and the draft {draft.tokens}"
+    return None
+
+
+def _reached(source: str, call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"model {source!r} cannot be loaded ({reason}); check its name and revision, that you may read it "
+            "(`hf auth login` for a gated one), and the network, or give a local folder"
+        ) from error

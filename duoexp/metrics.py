@@ -1,0 +1,161 @@
+"""From rounds to rates. Facts are counted where they happen; every rate is derived here."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from duoexp.schedule import Round
+from duoexp.worker import Span
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One answer. Times in seconds on the clock of `perf_counter`, read after the tokens were on the host."""
+
+    ids: tuple[int, ...]  # verified, up to and including EOS
+    reason: str  # why it ended: eos, length, stop
+    rounds: tuple[Round, ...]
+    start_s: float
+    first_s: float  # when the first verified token was out
+    end_s: float
+    spans: tuple[Span, ...]  # every draft step, used or not
+    draft_tokens: int  # drafted, used or not
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.start_s
+
+    def token_times_s(self) -> list[float]:
+        """The time of each token after the first; the tokens of a round share its time evenly."""
+        ends = [round.start_s + round.verify_s for round in self.rounds]
+        return [
+            (end - before) / len(round.tokens)
+            for round, before, end in zip(self.rounds[1:], ends, ends[1:], strict=False)
+            for _ in round.tokens
+        ]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One prompt, decoded autoregressively and with the method on the same target."""
+
+    kind: str
+    baseline: Decoding
+    method: Decoding
+
+
+def tokens_per_s(decodings: Sequence[Decoding]) -> float:
+    return sum(len(each.ids) for each in decodings) / sum(each.duration_s for each in decodings)
+
+
+def speedup(pairs: Sequence[Pair]) -> float:
+    """Walltime speedup: tokens per second over those of autoregressive decoding."""
+    return tokens_per_s([pair.method for pair in pairs]) / tokens_per_s([pair.baseline for pair in pairs])
+
+
+def interval(pairs: Sequence[Pair], resamples: int = 10_000) -> tuple[float, float] | None:
+    """95% interval of the speedup: a paired bootstrap over prompts (percentiles). None for fewer than two prompts."""
+    if len(pairs) < 2:
+        return None
+    facts = np.array(
+        [(len(p.method.ids), p.method.duration_s, len(p.baseline.ids), p.baseline.duration_s) for p in pairs]
+    )
+    drawn = np.random.default_rng(0).integers(len(pairs), size=(resamples, len(pairs)))
+    tokens, seconds, base_tokens, base_seconds = facts[drawn].sum(axis=1).T
+    low, high = np.percentile(tokens / seconds * base_seconds / base_tokens, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def speedup_by_kind(pairs: Iterable[Pair]) -> dict[str, float]:
+    by_kind = defaultdict(list)
+    for pair in pairs:
+        by_kind[pair.kind].append(pair)
+    return {kind: speedup(group) for kind, group in by_kind.items()}
+
+
+def tests(rounds: Iterable[Round]) -> list[tuple[int, bool]]:
+    """Every verified draft token: its position in its sequence, from 1, and whether it was accepted."""
+    tested = []
+    for round in rounds:
+        if round.head is not None:
+            tested.append((1, round.head))
+        first = 1 if round.head is None else 2
+        tested += [(first + i, True) for i in range(round.accepted)]
+        if round.rejected:
+            tested.append((first + round.accepted, False))
+    return tested
+
+
+def acceptance_rate(rounds: Iterable[Round]) -> float | None:
+    """alpha: the chance that a verified draft token is accepted."""
+    return _mean([accepted for _, accepted in tests(rounds)])
+
+
+def acceptance_by_position(rounds: Iterable[Round]) -> list[float]:
+    """alpha at position 1, 2, ... of a sequence, given that all before it were accepted."""
+    by_position = defaultdict(list)
+    for position, accepted in tests(rounds):
+        by_position[position].append(accepted)
+    return [float(np.mean(by_position[position])) for position in sorted(by_position)]
+
+
+def accepted_run(decodings: Iterable[Decoding]) -> float | None:
+    """M: accepted draft tokens between two rejections, over several rounds; None without a rejection."""
+    runs = []
+    for decoding in decodings:
+        run = 0
+        for _, accepted in tests(decoding.rounds):
+            run += accepted
+            if not accepted:
+                runs.append(run)
+                run = 0
+    return _mean(runs)
+
+
+def draft_efficiency(decodings: Sequence[Decoding]) -> float | None:
+    """Accepted over drafted, with all that was drafted in vain."""
+    drafted = sum(each.draft_tokens for each in decodings)
+    accepted = sum(accepted for each in decodings for _, accepted in tests(each.rounds))
+    return accepted / drafted if drafted else None
+
+
+def block_efficiency(decodings: Sequence[Decoding]) -> float:
+    """tau: new tokens per target pass."""
+    return sum(len(each.ids) for each in decodings) / sum(len(each.rounds) for each in decodings)
+
+
+def target_idle(decodings: Sequence[Decoding]) -> float:
+    """The share of the time in which the target waited for the draft."""
+    waited = sum(round.wait_s for each in decodings for round in each.rounds)
+    return waited / sum(each.duration_s for each in decodings)
+
+
+def draft_idle(decodings: Sequence[Decoding]) -> float:
+    """The share of the time in which the drafter drafted nothing."""
+    busy = sum(
+        max(0.0, min(end, each.end_s) - max(start, each.start_s)) for each in decodings for start, end in each.spans
+    )
+    return 1 - busy / sum(each.duration_s for each in decodings)
+
+
+def sequences(decodings: Iterable[Decoding]) -> dict[str, int]:
+    """How many target passes had so many draft sequences; 0 counts the passes without a draft."""
+    counts = Counter(round.sequences for each in decodings for round in each.rounds)
+    return {str(count): counts[count] for count in sorted(counts)}
+
+
+def median_p95(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    median, p95 = np.percentile(values, [50, 95])
+    return {"median": float(median), "p95": float(p95)}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None

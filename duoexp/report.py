@@ -1,0 +1,127 @@
+"""What a person sees: the progress of a run, and its table."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from duoexp import metrics
+from duoexp.metrics import Pair
+
+
+def console() -> Console:
+    """Plain text when it is not a terminal, and wide enough that no table breaks."""
+    shown = Console(highlight=False)
+    return shown if shown.is_terminal else Console(highlight=False, width=120, no_color=True)
+
+
+class Progress:
+    """Tokens per second and speedup so far: a bar on a terminal, a line a prompt elsewhere."""
+
+    def __init__(self, shown: Console, prompts: int) -> None:
+        self.shown, self.prompts, self.done = shown, prompts, 0
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.bar = Bar(*columns, console=shown, transient=True) if shown.is_terminal else None
+        self.task = self.bar.add_task("decoding", total=prompts) if self.bar else None
+
+    def __enter__(self) -> "Progress":
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def update(self, kind: str, pairs: Sequence[Pair], done: int) -> None:
+        """After a turn of a prompt of this kind; `done` prompts are finished."""
+        said = kind
+        if pairs:
+            rate = metrics.tokens_per_s([pair.method for pair in pairs])
+            said = f"{kind}: {rate:.1f} tokens/s, speedup {metrics.speedup(pairs):.2f} so far"
+        if self.bar and self.task is not None:
+            self.bar.update(self.task, completed=done, description=said)
+        else:
+            self.shown.print(f"[{done}/{self.prompts}] {said}", markup=False)
+
+
+def table(summary: dict[str, Any], pairs: Sequence[Pair]) -> Table:
+    """A line a task, then all of it."""
+    place = summary["hardware"]
+    found = Table(title=f"{summary['model']}, draft={summary['method']}, hardware={place['name']}", title_justify="left")
+    for name in ("task", "prompts", "tokens", "AR tok/s", "tok/s", "speedup", "95% interval", "TTFT ms", "AR TTFT", "tau", "alpha"):
+        found.add_column(name, justify="left" if name == "task" else "right", no_wrap=True)
+    groups: dict[str, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        groups[pair.kind].append(pair)
+    for kind, group in groups.items():
+        found.add_row(*_row(kind, group))
+    found.add_section()
+    found.add_row(*_row("all", pairs), style="bold")
+    return found
+
+
+def _row(name: str, pairs: Sequence[Pair]) -> list[str]:
+    ours, baseline = [pair.method for pair in pairs], [pair.baseline for pair in pairs]
+    between = metrics.interval(pairs)
+    alpha = metrics.acceptance_rate([each for decoding in ours for each in decoding.rounds])
+    ttft, baseline_ttft = (metrics.median_p95([each.ttft_s for each in group]) for group in (ours, baseline))
+    return [
+        name,
+        str(len(pairs)),
+        str(sum(len(each.ids) for each in ours)),
+        f"{metrics.tokens_per_s(baseline):.1f}",
+        f"{metrics.tokens_per_s(ours):.1f}",
+        f"{metrics.speedup(pairs):.2f}",
+        "-" if between is None else f"{between[0]:.2f} to {between[1]:.2f}",
+        "-" if ttft is None else f"{1000 * ttft['median']:.0f}",
+        "-" if baseline_ttft is None else f"{1000 * baseline_ttft['median']:.0f}",
+        f"{metrics.block_efficiency(ours):.2f}",
+        "-" if alpha is None else f"{alpha:.2f}",
+    ]
+
+
+def verdict(summary: dict[str, Any]) -> str:
+    """On identity, in a sentence."""
+    if summary["identical"] is None:
+        return f"identity: not compared ({summary['reasons']['identical']})"
+    parted = [one for one in summary["parted"] if one["kind"] == ("tie" if summary["identical"] else "different")]
+    places = "; ".join(
+        f"{one['prompt']} turn {one['turn'] + 1} token {one['position'] + 1}"
+        + (f", gap {one['gap']:.2g} where rounding reaches {one['tolerance']:.2g}" if one["gap"] is not None else "")
+        for one in parted
+    )
+    if not summary["identical"]:
+        return f"identity: FAILED, {len(parted)} of {summary['prompts']} answers are not the target's own ({places})"
+    equal = summary["prompts"] - summary["ties"]
+    ties = f", {summary['ties']} parted at a tie ({places})" if parted else ""
+    return f"identity: true, {equal} of {summary['prompts']} answers equal the target's own token for token{ties}"
+
+
+def show(shown: Console, summary: dict[str, Any], pairs: Sequence[Pair], folder: str) -> None:
+    for note in summary["notes"]:
+        shown.print(f"note: {note}", markup=False)
+    if pairs:
+        shown.print(table(summary, pairs))
+        shown.print(_where_time_went(summary), markup=False)
+    for failure in summary["failed"]:
+        shown.print(f"failed: {failure['prompt']}: {failure['reason']}", markup=False)
+    if summary["draft_failure"]:
+        shown.print(f"the drafter failed, the rest ran without it: {summary['draft_failure']}", markup=False)
+    shown.print(verdict(summary), markup=False)
+    shown.print(folder, markup=False, soft_wrap=True)
+
+
+def _where_time_went(summary: dict[str, Any]) -> str:
+    if summary["draft_s"] is None or summary["target_s"] is None:
+        return "nothing was drafted"
+    step, one = summary["draft_s"]["median"], summary["target_s"]["median"]
+    return (
+        f"draft step {1000 * step:.1f} ms, target pass {1000 * one:.1f} ms (c = {step / one:.2f}); the target waited "
+        f"{100 * summary['target_idle']:.0f}% of the time, the drafter {100 * summary['draft_idle']:.0f}%"
+    )

@@ -1,0 +1,319 @@
+"""Trackers: silent, off the network when offline, one run a job, and never the reason that results are lost."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from duoexp.config import InputError
+from duoexp.hardware import Place, placed
+from duoexp.tracking import NoTracker, Wandb, masked
+
+CONF = Path(__file__).parents[1] / "conf" / "tracker"
+CLOSED = "http://127.0.0.1:9"  # nothing listens there: a machine without a network
+KEY = "a" * 40
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """No account, no settings of the user, and no service of an earlier test."""
+    import wandb
+
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB_BASE_URL", CLOSED)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("NETRC", raising=False)
+    yield
+    wandb.teardown()
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    """What each run's file holds, by its name. The service writes on after `finish`, until the process ends."""
+    import wandb
+
+    wandb.teardown()
+    return {path.stem: path.read_bytes() for path in folder.glob("wandb/offline-run-*/run-*.wandb")}
+
+
+@pytest.fixture
+def said(caplog):
+    """A function that gives what this package logged; W&B's own log goes to files, and to pytest alone."""
+    return lambda: "\n".join(record.getMessage() for record in caplog.records if record.name == "duoexp.tracking")
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
+def test_yaml_says_what_it_is_and_makes_its_tracker(path, monkeypatch):
+    assert path.read_text().startswith("# ")
+    config = OmegaConf.load(path)
+    assert config.name == path.stem
+    tracker = instantiate(config.tracker)
+    assert isinstance(tracker, NoTracker if path.stem == "none" else Wandb)
+    if isinstance(tracker, Wandb):
+        assert (tracker.mode, tracker.project) == ("online" if path.stem == "wandb" else "offline", "duoexp")
+        monkeypatch.setenv("WANDB_PROJECT", "mine")
+        assert instantiate(OmegaConf.load(path).tracker).project == "mine"
+
+
+def test_no_tracker_leaves_nothing(tmp_path):
+    tracker = NoTracker()
+    tracker.start(tmp_path, "group", "none", {"a": 1})
+    tracker.log({"tau": 1.0}, 0)
+    tracker.finish({}, 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_mode_is_refused():
+    with pytest.raises(InputError, match="mode=cloud is not known; use offline or online, or tracker=none"):
+        Wandb(mode="cloud")
+
+
+def test_two_runs_of_one_process_have_their_own_ids_and_configs(tmp_path):
+    for job in ("first", "second"):
+        folder = tmp_path / job
+        folder.mkdir()
+        tracker = Wandb()
+        config = {"draft": {"budget": [4, None], "name": f"config-of-{job}"}, "hub": {"token": "hunter2"}}
+        tracker.start(folder, f"group-of-{job}", f"method-of-{job}", config)
+        tracker.log({"tau": 2.5}, 0)
+        tracker.finish({"summary-of": {job: 1.5}}, 0)
+    ((one, first),) = written(tmp_path / "first").items()
+    ((two, second),) = written(tmp_path / "second").items()
+    assert one != two
+    for data, mine, other in ((first, b"first", b"second"), (second, b"second", b"first")):
+        for word in (b"config-of-", b"group-of-", b"method-of-", b"summary-of"):
+            assert word in data
+        assert b'{"budget":[4,null],"name":"config-of-' + mine in data.replace(b", ", b",").replace(b": ", b":")
+        assert b"-of-" + other not in data
+        assert b"hunter2" not in data
+
+
+def test_files_lie_in_the_runs_folder_alone_and_name_no_host(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket, "gethostname", lambda: "name-of-this-host")
+    (tmp_path / "run").mkdir()
+    tracker = Wandb()
+    tracker.start(tmp_path / "run", "group", "vanilla", {})
+    tracker.finish({}, 0)
+    assert {path.name for path in tmp_path.iterdir()} <= {"run", "home"}
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not any(b"name-of-this-host" in path.read_bytes() for path in files)
+    assert not {"requirements.txt", "wandb-metadata.json", "output.log"} & {path.name for path in files}
+
+
+def test_finish_is_idempotent_and_comes_after_any_end(tmp_path):
+    tracker = Wandb()
+    tracker.finish({}, 0)  # before the start
+    tracker.start(tmp_path, "group", "vanilla", {})
+    run = tracker._run
+    tracker.finish({}, 3)
+    tracker.finish({"late": 1}, 0)
+    tracker.log({"tau": 1.0}, 1)
+    assert run._exit_code == 3
+    (data,) = written(tmp_path).values()
+    assert b"late" not in data
+
+
+OFFLINE = """
+import sys
+from pathlib import Path
+from duoexp.tracking import Wandb
+for job in ("finished", "left"):
+    tracker = Wandb()
+    tracker.start(Path(sys.argv[1]) / job, "group", "vanilla", {"a": 1})
+    tracker.log({"tau": 1.0}, 0)
+    if job == "finished":
+        tracker.finish({}, 1)
+sys.exit(7)
+"""
+CONNECT = "import socket; socket.socket().connect_ex(('127.0.0.1', 9))"
+
+
+def traced(folder: Path, script: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """A script in a process of its own, and every call of it and of its children that reaches for a network."""
+    calls = ["-f", "-qq", "--seccomp-bpf", "-e", "trace=connect,sendto,sendmsg,sendmmsg", "-o", str(folder / "trace")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment["PYTHONPATH"] = str(CONF.parents[1])
+    command = ["strace", *calls, sys.executable, "-c", script, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if not (folder / "trace").exists() or "ptrace" in done.stderr:
+        pytest.skip("strace may not trace here")
+    return done, re.findall(r".*AF_INET.*", (folder / "trace").read_text())
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace to see what W&B's service connects to")
+def test_offline_reaches_for_no_network_prints_nothing_and_keeps_the_exit_code(tmp_path):
+    for job in ("finished", "left"):
+        (tmp_path / job).mkdir()
+    assert traced(tmp_path, CONNECT)[1]  # the trace would show it
+    done, calls = traced(tmp_path, OFFLINE)
+    assert not calls
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+    assert len(written(tmp_path / "finished")) == len(written(tmp_path / "left")) == 1
+
+
+@pytest.mark.parametrize(("key", "cause"), [(None, "No API key"), ("short", "API key must have")])
+def test_online_without_a_valid_key_is_refused_before_anything_runs(tmp_path, monkeypatch, capfd, key, cause):
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    started = time.perf_counter()
+    with pytest.raises(InputError, match=rf"{cause}.*`wandb login`.*tracker=offline") as error:
+        Wandb(mode="online").start(tmp_path, "group", "vanilla", {})
+    assert "\n" not in str(error.value)
+    assert time.perf_counter() - started < 10
+    assert capfd.readouterr() == ("", "")
+
+
+def test_wrong_project_is_refused(tmp_path):
+    with pytest.raises(InputError, match="Invalid project name 'a/b'"):
+        Wandb(project="a/b").start(tmp_path, "group", "vanilla", {})
+
+
+def test_online_without_a_network_goes_on_offline(tmp_path, monkeypatch, said):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
+    tracker = Wandb(mode="online")
+    started = time.perf_counter()
+    tracker.start(tmp_path, "group", "vanilla", {"word": "kept"})
+    assert time.perf_counter() - started < 2 + 5
+    assert "wandb sync" in said() and KEY not in said()
+    tracker.log({"tau": 1.0}, 0)
+    started = time.perf_counter()
+    tracker.finish({}, 0)
+    assert time.perf_counter() - started < 5
+    assert any(b"kept" in data for data in written(tmp_path).values())
+
+
+def test_mode_of_the_environment_wins_over_online(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = Wandb(mode="online")
+    tracker.start(tmp_path, "group", "vanilla", {})  # no key, and none asked for
+    tracker.finish({}, 0)
+    assert len(written(tmp_path)) == 1
+
+
+SERVER = """
+import json, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Stalls(BaseHTTPRequestHandler):
+    '''Takes a run, and then never answers again.'''
+    def do_POST(self):
+        query = self.rfile.read(int(self.headers["content-length"] or 0)).decode()
+        if "upsertBucket" not in query:
+            time.sleep(1000)
+        project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
+        bucket = {"id": "x", "name": "r", "displayName": "r", "config": "{}", "historyLineCount": 0, "project": project}
+        answer = json.dumps({"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+    do_GET = do_POST
+    def log_message(self, *words): pass
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Stalls)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+def test_finish_waits_no_longer_than_stated_for_a_server_that_went_away(tmp_path, monkeypatch, said):
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout
+            monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{int(server.stdout.readline())}")
+            monkeypatch.setenv("WANDB_API_KEY", KEY)
+            monkeypatch.setattr("duoexp.tracking.FINISH_S", 2.0)
+            tracker = Wandb(mode="online")
+            tracker.start(tmp_path, "group", "vanilla", {})
+            assert not said()
+            tracker.log({"tau": 1.0}, 0)
+            started = time.perf_counter()
+            tracker.finish({}, 0)
+            assert 1 < time.perf_counter() - started < 2 + 5
+            assert "did not take the end of the run (TimeoutError" in said()
+        finally:
+            server.kill()
+
+
+def services() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
+
+
+def test_dead_service_costs_warnings_and_not_the_run_nor_the_next(tmp_path, said):
+    tracker = Wandb()
+    tracker.start(tmp_path, "group", "vanilla", {})
+    for service in services():
+        service.kill()
+        service.wait()
+    time.sleep(0.2)
+    tracker.log({"tau": 1.0}, 0)
+    tracker.finish({"tau": 1.0}, 0)
+    assert "did not take" in said()
+    tracker.start(tmp_path, "group", "vanilla", {"word": "of-the-next"})
+    tracker.finish({}, 0)
+    assert any(b"of-the-next" in data for data in written(tmp_path).values())
+
+
+def test_folder_that_cannot_be_written_costs_warnings_alone(tmp_path):
+    (tmp_path / "file").write_text("")
+    tracker = Wandb()
+    tracker.start(tmp_path / "file" / "run", "group", "vanilla", {})
+    tracker.log({"tau": 1.0}, 0)
+    tracker.finish({}, 0)
+    assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores to pin to"
+)
+def test_service_started_before_placed_keeps_all_cores(tmp_path):
+    mask, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    tracker = Wandb()
+    tracker.start(tmp_path, "group", "vanilla", {})
+    with placed(Place("cpu", "float32", 1, (min(mask),))):
+        tracker.log({"tau": 1.0}, 0)
+        for service in services():
+            assert {frozenset(os.sched_getaffinity(thread.id)) for thread in service.threads()} == {frozenset(mask)}
+        assert services()
+    tracker.finish({}, 0)
+    assert os.sched_getaffinity(0) == mask and torch.get_num_threads() == threads
+
+
+SECRETS = """
+token hf_token HF_TOKEN hfToken token_value api_key apiKey API-KEY apikey wandb.key access_key_id client_secret
+secrets password db_password credentials
+"""
+OPEN = """
+tokenizer tokenizer_key max_new_tokens tokens_per_second eos_token_id stop_token_ids keys monkey keyboard secretary
+passwordless budget
+"""
+
+
+@pytest.mark.parametrize("key", SECRETS.split())
+def test_secret_is_masked(key):
+    config = {"hub": [{key: "hunter2", "other": 1}], key: {"deep": "hunter2"}}
+    assert masked(config) == {"hub": [{key: "***", "other": 1}], key: "***"}
+    assert "hunter2" in json.dumps(config)  # the caller's own is left as it was
+
+
+@pytest.mark.parametrize("key", OPEN.split())
+def test_what_is_no_secret_is_kept(key):
+    assert masked({key: [5, "text", None]}) == {key: [5, "text", None]}
+
+
+def test_secret_that_is_not_set_stays_null():
+    assert masked({"token": None}) == {"token": None}
