@@ -72,7 +72,7 @@ class Engine:
 
     def text(self, ids: Sequence[int]) -> str:
         """Without special tokens, and without what begins at a stop string."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        text = str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
         found = [text.find(stop) for stop in self.settings.stop if stop in text]
         return text[: min(found)] if found else text
 

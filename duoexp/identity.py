@@ -47,7 +47,10 @@ def _part(logits: Tensor, sampler: Sampler, place: int, position: int, ours: int
     tolerance = float(ROUNDING[logits.dtype] * torch.finfo(logits.dtype).eps * logits.abs().max())
     scores = replace(sampler, top_k=0, top_p=1.0).scores(logits, place) * (sampler.temperature or 1.0)
     gap = abs(float(scores[ours] - scores[theirs]))
-    tie = all(_can_win(logits.float(), sampler, place, token, other, tolerance) for token, other in ((ours, theirs), (theirs, ours)))
+    tie = all(
+        _can_win(logits.float(), sampler, place, token, other, tolerance)
+        for token, other in ((ours, theirs), (theirs, ours))
+    )
     return Comparison("tie" if tie else "different", position, (ours, theirs), gap, tolerance)
 
 

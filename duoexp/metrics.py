@@ -43,8 +43,9 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Pair:
-    """One prompt, decoded autoregressively and with the method on the same target."""
+    """One turn of a prompt, decoded autoregressively and with the method on the same target."""
 
+    prompt: str  # its id
     kind: str
     baseline: Decoding
     method: Decoding
@@ -60,14 +61,18 @@ def speedup(pairs: Sequence[Pair]) -> float:
 
 
 def interval(pairs: Sequence[Pair], resamples: int = 10_000) -> tuple[float, float] | None:
-    """95% interval of the speedup: a paired bootstrap over prompts (percentiles). None for fewer than two prompts."""
-    if len(pairs) < 2:
+    """95% interval of the speedup: a paired bootstrap over prompts (percentiles). None for fewer than two prompts.
+
+    The turns of a prompt depend on each other, so they are drawn together.
+    """
+    facts: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(4))
+    for pair in pairs:
+        ours, baseline = pair.method, pair.baseline
+        facts[pair.prompt] += (len(ours.ids), ours.duration_s, len(baseline.ids), baseline.duration_s)
+    if len(facts) < 2:
         return None
-    facts = np.array(
-        [(len(p.method.ids), p.method.duration_s, len(p.baseline.ids), p.baseline.duration_s) for p in pairs]
-    )
-    drawn = np.random.default_rng(0).integers(len(pairs), size=(resamples, len(pairs)))
-    tokens, seconds, base_tokens, base_seconds = facts[drawn].sum(axis=1).T
+    drawn = np.random.default_rng(0).integers(len(facts), size=(resamples, len(facts)))
+    tokens, seconds, base_tokens, base_seconds = np.array(list(facts.values()))[drawn].sum(axis=1).T
     low, high = np.percentile(tokens / seconds * base_seconds / base_tokens, [2.5, 97.5])
     return float(low), float(high)
 

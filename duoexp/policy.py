@@ -73,9 +73,9 @@ class FixedK:
 class Dynamic:
     """DuoDecoding's dynamic multi-sequence drafting (2503.00784, figure 2).
 
-    p(i, j) is the probability of the j-th ranked token at draft position i, and theta = p(1, 1) p(2, 1): the chance that
-    the best sequence survives two positions. A first token likelier than that is worth more than depth, so each heads a
-    sequence of its own.
+    p(i, j) is the probability of the j-th ranked token at draft position i, and theta = p(1, 1) p(2, 1): the chance
+    that the best sequence survives two positions. A first token likelier than that is worth more than depth, so each
+    such token heads a sequence of its own.
     """
 
     max_sequences: int = 8

@@ -60,6 +60,8 @@ def _new_folder(parent: Path, digest: str) -> Path:
                 raise InputError(f"output_dir: {parent} is not a folder; give another output_dir") from None
             continue
         except OSError as error:
-            raise InputError(f"output_dir: {folder} cannot be made ({error.strerror}); give another output_dir") from None
+            raise InputError(
+                f"output_dir: {folder} cannot be made ({error.strerror}); give another output_dir"
+            ) from None
         return folder
     raise InputError(f"output_dir: {parent} holds 1000 runs of this second; give another name")

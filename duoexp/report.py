@@ -53,8 +53,22 @@ class Progress:
 def table(summary: dict[str, Any], pairs: Sequence[Pair]) -> Table:
     """A line a task, then all of it."""
     place = summary["hardware"]
-    found = Table(title=f"{summary['model']}, draft={summary['method']}, hardware={place['name']}", title_justify="left")
-    for name in ("task", "prompts", "tokens", "AR tok/s", "tok/s", "speedup", "95% interval", "TTFT ms", "AR TTFT", "tau", "alpha"):
+    found = Table(
+        title=f"{summary['model']}, draft={summary['method']}, hardware={place['name']}", title_justify="left"
+    )
+    for name in (
+        "task",
+        "answers",
+        "tokens",
+        "AR tok/s",
+        "tok/s",
+        "speedup",
+        "95% interval",
+        "TTFT ms",
+        "AR TTFT",
+        "tau",
+        "alpha",
+    ):
         found.add_column(name, justify="left" if name == "task" else "right", no_wrap=True)
     groups: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
@@ -97,10 +111,10 @@ def verdict(summary: dict[str, Any]) -> str:
         for one in parted
     )
     if not summary["identical"]:
-        return f"identity: FAILED, {len(parted)} of {summary['prompts']} answers are not the target's own ({places})"
-    equal = summary["prompts"] - summary["ties"]
+        return f"identity: FAILED, {len(parted)} of {summary['answers']} answers are not the target's own ({places})"
+    equal = summary["answers"] - summary["ties"]
     ties = f", {summary['ties']} parted at a tie ({places})" if parted else ""
-    return f"identity: true, {equal} of {summary['prompts']} answers equal the target's own token for token{ties}"
+    return f"identity: true, {equal} of {summary['answers']} answers equal the target's own token for token{ties}"
 
 
 def show(shown: Console, summary: dict[str, Any], pairs: Sequence[Pair], folder: str) -> None:

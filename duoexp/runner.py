@@ -1,4 +1,4 @@
-"""One experiment, from its config to its summary: every prompt decoded autoregressively and with the method, in turn."""
+"""One experiment, from config to summary: every prompt decoded autoregressively and with the method, in turn."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -112,7 +112,9 @@ def prepare(cfg: DictConfig, profiles: Path) -> Plan:
     hardware = machine.decide(config.hardware, profiles)
     prompts = tasks.load(config.task)
     policy = {} if config.draft.policy is None else {"policy": instantiate(config.draft.policy)}
-    drafter = instantiate(config.draft.drafter, _partial_=True)(**policy)  # partial: Hydra would turn a policy into a config
+    drafter = instantiate(config.draft.drafter, _partial_=True)(
+        **policy
+    )  # partial: Hydra would turn a policy into a config
     target = describe(config.model.target, resolve(config.model.target), config.model.trust_remote_code)
     draft, notes = None, [*hardware.notes]
     if drafter.needs_model:
@@ -169,16 +171,12 @@ def _worker(plan: Plan) -> Worker:
     return Process(build, partial(machine.placed, place), plan.target.tokens)
 
 
-def _started(
-    drafter: Drafter, weights: Callable[[], CausalLM] | None, sampler: Sampler, sampled: bool
-) -> Drafter:
+def _started(drafter: Drafter, weights: Callable[[], CausalLM] | None, sampler: Sampler, sampled: bool) -> Drafter:
     drafter.start(weights, sampler, sampled)
     return drafter
 
 
-def _turns(
-    engine: Engine, baseline: Method, method: Method, prompt: Prompt, results: Results
-) -> Iterator[Answer]:
+def _turns(engine: Engine, baseline: Method, method: Method, prompt: Prompt, results: Results) -> Iterator[Answer]:
     """Each turn decoded both ways, on the baseline's answers to the turns before; who goes first takes turns too."""
     answers: list[str] = []
     for turn in range(len(prompt.turns)):
@@ -194,7 +192,7 @@ def _turns(
             theirs, ours = engine.decode(baseline, ids), engine.decode(method, ids)
         equality = method.rule is match or engine.sampler.temperature == 0
         compared = compare(engine.target, engine.sampler, ids, theirs.ids, ours.ids) if equality else None
-        answer = Answer(prompt, turn, ids, Pair(prompt.kind, theirs, ours), compared)
+        answer = Answer(prompt, turn, ids, Pair(prompt.id, prompt.kind, theirs, ours), compared)
         results.answers.append(answer)
         answers.append(engine.text(theirs.ids))
         yield answer
@@ -239,6 +237,6 @@ def _fault(summary: dict[str, Any]) -> str | None:
     """Why the result does not stand, if it does not."""
     if summary["identical"] is False:
         return report.verdict(summary)
-    if not summary["prompts"]:
+    if not summary["answers"]:
         return f"none of the {len(summary['failed'])} prompts could be run"
     return None

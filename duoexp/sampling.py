@@ -13,8 +13,8 @@ TARGET, DRAFT, ACCEPT = 0, 1, 2
 class Sampler:
     """Temperature, then top-k, then top-p; and noise that depends on nothing but seed, stream, position and token.
 
-    At temperature 0 the token is the argmax. Above, it is argmax(log p + g) with Gumbel noise g: an exact sample of p, so
-    two models that hold the same noise agree far more often than independent samples would ("coupling without
+    At temperature 0 the token is the argmax. Above, it is argmax(log p + g) with Gumbel noise g: an exact sample of p,
+    so two models that hold the same noise agree far more often than independent samples would ("coupling without
     communication", arXiv 2408.07978).
     """
 
@@ -28,7 +28,7 @@ class Sampler:
         return replace(self, stream=stream)
 
     def scores(self, logits: Tensor, position: int) -> Tensor:
-        """[vocabulary] -> [vocabulary]; the best score is the token, and the order is that of draws without replacement."""
+        """[vocabulary] -> [vocabulary]. The best is the token; in their order, tokens are drawn without replacement."""
         scaled = self._filtered(logits)
         if self.temperature == 0:
             return scaled
@@ -66,7 +66,9 @@ class Sampler:
             ordered, tokens = scaled.sort(descending=True)
             before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
             # A token stays while the mass of the likelier ones is below top_p, so the likeliest always stays.
-            scaled = scaled.masked_fill(torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, tokens, before >= self.top_p), -torch.inf)
+            scaled = scaled.masked_fill(
+                torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, tokens, before >= self.top_p), -torch.inf
+            )
         return scaled
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from duoexp import metrics
 from duoexp.identity import Comparison
-from duoexp.metrics import Pair
+from duoexp.metrics import Decoding, Pair
+from duoexp.schedule import Round
 from duoexp.tasks import Prompt
 
 
@@ -42,91 +43,92 @@ class Results:
         ]
 
 
+Pairs = Sequence[Pair]
+
+_ALONE = "an interval over prompts needs two of them"
+_SHORT = "no answer has a second token"
+_UNDRAFTED = "nothing was drafted"
+
+# Every figure: how it comes from the answers, and what it means when it doesn't.
+FIGURES: dict[str, tuple[Callable[[Pairs], Any], str]] = {
+    "speedup": (metrics.speedup, ""),
+    "speedup_low": (lambda pairs: (metrics.interval(pairs) or (None, None))[0], _ALONE),
+    "speedup_high": (lambda pairs: (metrics.interval(pairs) or (None, None))[1], _ALONE),
+    "speedup_by_task": (metrics.speedup_by_kind, ""),
+    "tokens": (lambda pairs: sum(len(each.ids) for each in _ours(pairs)), ""),
+    "baseline_tokens": (lambda pairs: sum(len(each.ids) for each in _baseline(pairs)), ""),
+    "tokens_per_s": (lambda pairs: metrics.tokens_per_s(_ours(pairs)), ""),
+    "baseline_tokens_per_s": (lambda pairs: metrics.tokens_per_s(_baseline(pairs)), ""),
+    "ttft_s": (lambda pairs: metrics.median_p95([each.ttft_s for each in _ours(pairs)]), ""),
+    "baseline_ttft_s": (lambda pairs: metrics.median_p95([each.ttft_s for each in _baseline(pairs)]), ""),
+    "tpot_s": (lambda pairs: _per_token(_ours(pairs)), _SHORT),
+    "baseline_tpot_s": (lambda pairs: _per_token(_baseline(pairs)), _SHORT),
+    "tau": (lambda pairs: metrics.block_efficiency(_ours(pairs)), ""),
+    "alpha": (lambda pairs: metrics.acceptance_rate(_rounds(_ours(pairs))), _UNDRAFTED),
+    "alpha_by_position": (lambda pairs: metrics.acceptance_by_position(_rounds(_ours(pairs))) or None, _UNDRAFTED),
+    "accepted_run": (lambda pairs: metrics.accepted_run(_ours(pairs)), "no draft token was rejected"),
+    "draft_efficiency": (lambda pairs: metrics.draft_efficiency(_ours(pairs)), _UNDRAFTED),
+    "draft_idle": (lambda pairs: metrics.draft_idle(_ours(pairs)) if _steps(pairs) else None, _UNDRAFTED),
+    "target_idle": (lambda pairs: metrics.target_idle(_ours(pairs)) if _steps(pairs) else None, _UNDRAFTED),
+    "sequences": (lambda pairs: metrics.sequences(_ours(pairs)), ""),
+    "draft_steps": (lambda pairs: len(_steps(pairs)), ""),
+    "draft_s": (lambda pairs: metrics.median_p95(_steps(pairs)), _UNDRAFTED),
+    "target_s": (lambda pairs: metrics.median_p95(_single_passes(pairs)), _SHORT),
+}
+
+
 def summarize(about: dict[str, Any], results: Results, status: str) -> dict[str, Any]:
-    """summary.json. A figure that is missing is null, and `reasons` says why. Times in seconds."""
-    reasons: dict[str, str] = {}
+    """summary.json. A figure that is missing is null, and `reasons` says why. Times in seconds.
 
-    def figure(name: str, value: Any, why: str) -> dict[str, Any]:
-        if value is None:
-            reasons[name] = why
-        return {name: value}
-
+    draft_s is a step of the drafter, target_s a pass of the target over one token, in the autoregressive decodings.
+    """
     pairs = results.pairs()
-    found = about | {
+    values: dict[str, tuple[Any, str]] = _identity(results)
+    values["peak_memory_bytes"] = (results.peak_memory, "the run ended before it was read")
+    for name, (figure, why) in FIGURES.items():
+        values[name] = (figure(pairs), why) if pairs else (None, "no prompt was decoded")
+    return about | {
         "status": status,
-        "prompts": len(pairs),
+        "prompts": len({pair.prompt for pair in pairs}),
+        "answers": len(pairs),
         "failed": results.failed,
-        **_identity(results, figure),
         "draft_failure": results.draft_failure,
-        **figure("peak_memory_bytes", results.peak_memory, "the run ended before it was read"),
+        "parted": results.of("tie") + results.of("different"),
+        **{name: value for name, (value, _) in values.items()},
+        "reasons": {name: why for name, (value, why) in values.items() if value is None},
     }
-    figures = _figures(pairs) if pairs else dict.fromkeys(_NAMES)
-    for name, value in figures.items():
-        found |= figure(name, value, _why(name, pairs))
-    return found | {"reasons": reasons}
 
 
-def _identity(results: Results, figure: Callable[[str, Any, str], dict[str, Any]]) -> dict[str, Any]:
+def _identity(results: Results) -> dict[str, tuple[Any, str]]:
     compared = [answer for answer in results.answers if answer.comparison is not None]
-    ties, different = results.of("tie"), results.of("different")
     why = "no prompt was compared"
     if results.answers and not compared:
         why = "rule=rejection samples the target's distribution, not its autoregressive output"
     return {
-        **figure("identical", not different if compared else None, why),
-        **figure("ties", len(ties) if compared else None, why),
-        "parted": ties + different,
+        "identical": (not results.of("different") if compared else None, why),
+        "ties": (len(results.of("tie")) if compared else None, why),
     }
 
 
-_NAMES = (
-    "speedup speedup_low speedup_high speedup_by_task tokens tokens_per_s baseline_tokens baseline_tokens_per_s ttft_s "
-    "baseline_ttft_s tpot_s baseline_tpot_s tau alpha alpha_by_position accepted_run draft_efficiency draft_idle "
-    "target_idle sequences draft_steps draft_s target_s"
-).split()
+def _ours(pairs: Pairs) -> list[Decoding]:
+    return [pair.method for pair in pairs]
 
 
-def _figures(pairs: Sequence[Pair]) -> dict[str, Any]:
-    ours, baseline = [pair.method for pair in pairs], [pair.baseline for pair in pairs]
-    rounds = [each for decoding in ours for each in decoding.rounds]
-    low, high = metrics.interval(pairs) or (None, None)
-    spans = [end - start for decoding in ours for start, end in decoding.spans]
-    passes = [each.verify_s for decoding in baseline for each in decoding.rounds[1:]]
-    values = (
-        metrics.speedup(pairs),
-        low,
-        high,
-        metrics.speedup_by_kind(pairs),
-        sum(len(decoding.ids) for decoding in ours),
-        metrics.tokens_per_s(ours),
-        sum(len(decoding.ids) for decoding in baseline),
-        metrics.tokens_per_s(baseline),
-        metrics.median_p95([decoding.ttft_s for decoding in ours]),
-        metrics.median_p95([decoding.ttft_s for decoding in baseline]),
-        metrics.median_p95([time for decoding in ours for time in decoding.token_times_s()]),
-        metrics.median_p95([time for decoding in baseline for time in decoding.token_times_s()]),
-        metrics.block_efficiency(ours),
-        metrics.acceptance_rate(rounds),
-        metrics.acceptance_by_position(rounds) or None,
-        metrics.accepted_run(ours),
-        metrics.draft_efficiency(ours),
-        metrics.draft_idle(ours) if spans else None,
-        metrics.target_idle(ours) if spans else None,
-        metrics.sequences(ours),
-        len(spans),
-        metrics.median_p95(spans),
-        metrics.median_p95(passes),
-    )
-    return dict(zip(_NAMES, values, strict=True))
+def _baseline(pairs: Pairs) -> list[Decoding]:
+    return [pair.baseline for pair in pairs]
 
 
-def _why(name: str, pairs: Sequence[Pair]) -> str:
-    if not pairs:
-        return "no prompt was decoded"
-    if name in ("speedup_low", "speedup_high"):
-        return "an interval over prompts needs two of them"
-    if name in ("tpot_s", "baseline_tpot_s", "target_s"):
-        return "no answer has a second token"
-    if name == "accepted_run":
-        return "no draft token was rejected"
-    return "nothing was drafted"
+def _rounds(decodings: Sequence[Decoding]) -> list[Round]:
+    return [each for decoding in decodings for each in decoding.rounds]
+
+
+def _per_token(decodings: Sequence[Decoding]) -> dict[str, float] | None:
+    return metrics.median_p95([time for decoding in decodings for time in decoding.token_times_s()])
+
+
+def _steps(pairs: Pairs) -> list[float]:
+    return [end - start for decoding in _ours(pairs) for start, end in decoding.spans]
+
+
+def _single_passes(pairs: Pairs) -> list[float]:
+    return [each.verify_s for decoding in _baseline(pairs) for each in decoding.rounds[1:]]

@@ -32,7 +32,7 @@ def match(draft: Draft, logits: Tensor, sampler: Sampler, position: int) -> Verd
     logits [nodes + 1, vocabulary]: row 0 follows the context, row i + 1 node i. position: of the first token to decide.
     The output is the autoregressive output of the same seed, whatever was drafted.
     """
-    node, tokens = -1, []
+    node, tokens = -1, list[int]()
     while True:
         tokens.append(sampler.token(logits[node + 1], position + len(tokens)))
         child = draft.child(node, tokens[-1])
@@ -47,7 +47,7 @@ def rejection(draft: Draft, logits: Tensor, sampler: Sampler, position: int) -> 
 
     Siblings are tested in the order in which they were drawn, without replacement, from one q.
     """
-    node, tokens = -1, []
+    node, tokens = -1, list[int]()
     while True:
         place = position + len(tokens)
         child, left = _first_accepted(draft, node, sampler.probs(logits[node + 1]), sampler, place)

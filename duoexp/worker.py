@@ -1,5 +1,6 @@
 """Where a drafter runs: in this process, or in one of its own beside the target."""
 
+import contextlib
 import logging
 import multiprocessing
 import signal
@@ -39,7 +40,7 @@ class Worker(Protocol):
         ...
 
     def answer(self, at_least: int | None = None) -> Draft:
-        """`pending` with what was drafted. None: waits for the whole budget; n: for n tokens; 0: takes what is there."""
+        """`pending` with what was drafted. Waits for the whole budget (None) or for so many tokens; 0 never waits."""
         ...
 
     def work(self) -> Work:
@@ -190,10 +191,8 @@ class Process:
     def close(self) -> None:
         """Ends the child, at the latest after ten seconds."""
         if self._process.is_alive():
-            try:
+            with contextlib.suppress(OSError):  # it has just died by itself, which is what is wanted
                 self._pipe.send(None)
-            except OSError:
-                pass  # it has just died by itself, which is what is wanted
         self._process.join(10)
         if self._process.is_alive():
             self._process.kill()

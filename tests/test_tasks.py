@@ -67,6 +67,15 @@ def prompt_of(kind: str, *turns: str) -> Prompt:
     return Prompt("1", kind, turns or ("Why?",), None)
 
 
+def python(script: str, *arguments: str, **changes: str) -> list[str]:
+    """The lines that a fresh interpreter prints: what it imports is its own."""
+    root, settings = Path(__file__).parent.parent, os.environ | changes
+    command = [sys.executable, "-c", script, *arguments]
+    run = subprocess.run(command, cwd=root, env=settings, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
 def row(number: int | str, category: str, *turns: str, **more: Any) -> dict[str, Any]:
     return {"question_id": number, "category": category, "turns": list(turns) or [f"Question {number}?"]} | more
 
@@ -81,7 +90,7 @@ def spec_bench(path: Path) -> str:
     rows = [row(81 + i, MT_BENCH[i // 2], f"First {i}?", f"Second {i}?") for i in range(16)]
     rows[3]["reference"] = ["first answer", "second answer"]
     rows += [row(161, "translation", "Translate German to English: Guten Tag .", reference=["Good day ."])]
-    rows += [row("321", "qa", "Who?"), row(322, "qa", "When?", reference="today")]
+    rows += [row("321", "qa", "Who?"), row(322, "qa", "When?", reference="today"), {"category": "other"}]
     return write(path, rows)
 
 
@@ -96,6 +105,17 @@ def test_every_task_merges_into_the_schema(path: Path) -> None:
 
 # --- the packaged prompts ---
 
+MINI_ALONE = """
+import socket, sys
+def refuse(*_): raise SystemExit("a connection was tried")
+socket.socket.connect = socket.getaddrinfo = refuse
+from duoexp.config import TaskConfig
+from duoexp.tasks import load
+from omegaconf import OmegaConf
+print(len(load(TaskConfig(**OmegaConf.load(sys.argv[1])))))
+if "datasets" in sys.modules: raise SystemExit("datasets was imported")
+"""
+
 
 def test_mini_has_eight_of_each_kind_and_no_warm_up_prompt() -> None:
     prompts = load(task_of("mini", limit=None))
@@ -104,9 +124,8 @@ def test_mini_has_eight_of_each_kind_and_no_warm_up_prompt() -> None:
     assert len(WARMUP) >= 2 and not asked & {turn for prompt in WARMUP for turn in prompt.turns}
 
 
-def test_mini_needs_neither_network_nor_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)  # an import of it would fail
-    assert len(load(task_of("mini"))) == 14
+def test_mini_needs_neither_network_nor_datasets() -> None:
+    assert python(MINI_ALONE, str(YAMLS[0].parent / "mini.yaml")) == ["14"]
 
 
 # --- the limit ---
@@ -220,6 +239,12 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
             load(task_of("qa", path=str(tmp_path / path)))
 
 
+def test_a_kind_without_a_prompt_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no prompt for rag, humaneval; give another"):
+        task = TaskConfig(name="own", kinds=["qa", "rag", "humaneval"], path=spec_bench(tmp_path / "question.jsonl"))
+        load(task)
+
+
 def test_a_row_without_category_is_refused_where_kinds_are_several(tmp_path: Path) -> None:
     path = write(tmp_path / "q.jsonl", [{"prompt": "Who?"}])
     with pytest.raises(InputError, match='line 1 has no "category"'):
@@ -284,13 +309,9 @@ print(len(load(qa)), "from the cache")
 
 
 def test_public_sources_offline_name_the_way_out_or_come_from_the_cache(tmp_path: Path) -> None:
-    offline = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    offline = {name: value for name, value in offline.items() if name != "HF_DATASETS_CACHE"}
-    command = [sys.executable, "-c", UNREACHABLE, spec_bench(tmp_path / "question.jsonl"), *map(str, PUBLIC)]
-    root = Path(__file__).parent.parent
-    run = subprocess.run(command, cwd=root, env=offline, capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 0, run.stderr
-    *refusals, cached = run.stdout.splitlines()
+    home = tmp_path / "home"
+    places = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(home), "HF_DATASETS_CACHE": str(home / "datasets")}
+    *refusals, cached = python(UNREACHABLE, spec_bench(tmp_path / "question.jsonl"), *map(str, PUBLIC), **places)
     assert len(refusals) == len(PUBLIC) == 7 and cached == "2 from the cache"
     for path, refusal in zip(PUBLIC, refusals, strict=True):
         assert "task.path=FILE" in refusal and f"{path.stem}.jsonl" in refusal

@@ -54,8 +54,7 @@ class _Continuation:
         logits = self.drafter.lm.logits(self.context, self.pending.hang(self.tip, draft), rows)
         depths = [0, *draft.depths()]
         return [
-            _ModelRow(self.drafter, row, self.ahead + depths[node + 1])
-            for node, row in zip(nodes, logits, strict=True)
+            _ModelRow(self.drafter, row, self.ahead + depths[node + 1]) for node, row in zip(nodes, logits, strict=True)
         ]
 
 

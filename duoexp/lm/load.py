@@ -16,8 +16,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from duoexp.config import InputError
-from duoexp.lm.transformers_lm import TransformersLM
 from duoexp.lm.sources import Checkpoint
+from duoexp.lm.transformers_lm import TransformersLM
 
 T = TypeVar("T")
 
@@ -70,13 +70,15 @@ def load(model: Model, device: str, dtype: str, vocabulary: int) -> Transformers
             trust_remote_code=model.trust_remote_code,
         ),
     )
-    return TransformersLM(weights.to(device), vocabulary)
+    return TransformersLM(weights.to(torch.device(device)), vocabulary)
 
 
 def eos_ids(model: Model) -> frozenset[int]:
     """Every id at which the model ends an answer: of its generation config, its config and its tokenizer."""
     try:
-        generation = GenerationConfig.from_pretrained(model.checkpoint.path, revision=model.checkpoint.revision)
+        generation = GenerationConfig.from_pretrained(
+            model.checkpoint.path, revision=model.checkpoint.revision or "main"
+        )
     except OSError:
         generation = GenerationConfig()  # a checkpoint need not have one
     text = model.config.get_text_config(decoder=True)

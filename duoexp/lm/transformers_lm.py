@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from duoexp.lm.cache import buffer_cache, keep
+from duoexp.lm.cache import BufferCache
 from duoexp.lm.causal_lm import CachedLM
 
 
@@ -13,7 +13,7 @@ class TransformersLM(CachedLM):
         config = model.config.get_text_config(decoder=True)
         super().__init__(vocabulary, config.max_position_embeddings)
         self.model = model.eval()
-        self._cache = buffer_cache(config)
+        self._cache = BufferCache(config)
 
     def run(self, tokens: list[int], positions: list[int], hidden: Tensor | None, places: list[int]) -> Tensor:
         device, dtype = self.model.device, self.model.dtype
@@ -31,4 +31,4 @@ class TransformersLM(CachedLM):
         return output.logits[0, :, : self.vocabulary]
 
     def keep(self, slots: list[int]) -> None:
-        keep(self._cache, slots)
+        self._cache.keep(slots)
