@@ -13,7 +13,7 @@ from duoexp.config import InputError
 class BufferLayer(DynamicLayer):
     """One layer's keys and values, [1, heads, capacity, head_dim] each, in buffers that double when they are full.
 
-    The stock layer concatenates, so each pass copies the whole cache; and it can only crop, while a tree keeps one path.
+    The stock layer concatenates, so each pass copies all of it; and it only crops, while a tree keeps one path.
     """
 
     def __init__(self) -> None:

@@ -74,7 +74,7 @@ class CachedLM(ABC):
         return logits
 
     def _align(self, context: list[int], draft: Draft, rows: Sequence[int]) -> int:
-        """Keeps in the cache what `context` and `draft` share with it; returns how many context tokens it then holds."""
+        """Keeps in the cache what it shares with `context` and `draft`; returns how much of the context that is."""
         read = _shared(context, self._context)
         slots, node = list(range(read)), -1
         while len(self._context) <= read < len(context):  # the context went on along the draft

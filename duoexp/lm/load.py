@@ -70,11 +70,12 @@ def load(model: Model, device: str, dtype: str, vocabulary: int) -> Transformers
             trust_remote_code=model.trust_remote_code,
         ),
     )
-    return TransformersLM(weights.to(torch.device(device)), vocabulary)
+    return TransformersLM(weights.to(device), vocabulary)  # type: ignore[arg-type]  # a wrapper hides `to`'s types
 
 
 def eos_ids(model: Model) -> frozenset[int]:
     """Every id at which the model ends an answer: of its generation config, its config and its tokenizer."""
+    checkpoint = model.checkpoint
     try:
         generation = GenerationConfig.from_pretrained(
             model.checkpoint.path, revision=model.checkpoint.revision or "main"

@@ -76,7 +76,8 @@ def _folder(path: Path) -> Checkpoint:
                 "save the model again with save_pretrained"
             )
     if lacking:
-        raise InputError(f"{path} lacks {' and '.join(lacking)}; give a folder that save_pretrained wrote")
+        way_out = "give the path of the file" if any(path.glob("*.gguf")) else "give a folder that save_pretrained wrote"
+        raise InputError(f"{path} lacks {' and '.join(lacking)}; {way_out}")
     return Checkpoint(str(path.absolute()))
 
 
