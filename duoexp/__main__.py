@@ -3,60 +3,66 @@
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from duoexp.config import InputError, register
+from duoexp.config import register
+from duoexp.errors import is_input, is_told, sentence
 
 _HERE = Path(__file__).parent
 CONF = _HERE / "conf" if (_HERE / "conf").is_dir() else _HERE.parent / "conf"  # installed, or a checkout
 
+DEBUGGING = os.environ.get("HYDRA_FULL_ERROR") == "1"  # the user wants tracebacks
+
 register()
-_failed: list[tuple[str, Exception]] = []  # the jobs of this process: Hydra goes on after one, and tells of the first
+_failed: list[tuple[str, Exception]] = []  # the jobs of this process, by their overrides
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def launch(cfg: DictConfig) -> None:
     from duoexp.runner import run  # not before Hydra has answered --help and the like: torch takes seconds
 
+    settings = HydraConfig.get()
+    if settings.mode is RunMode.MULTIRUN:
+        print(f"== {' '.join(settings.overrides.task)}", flush=True)
     try:
         run(cfg, CONF / "hardware")
     except Exception as error:
-        _failed.append((" ".join(HydraConfig.get().overrides.task) or "defaults", error))
-        raise
+        if DEBUGGING or (settings.mode is RunMode.MULTIRUN and "BasicLauncher" not in settings.launcher._target_):
+            raise  # a launcher with processes of its own must see that the job failed
+        # Hydra would tell of the first alone: so all are kept, and `main` tells of them when the others have run.
+        _failed.append((" ".join(settings.overrides.task), error))
 
 
 def main() -> None:
-    """Exit code 0: the result stands; 1: it does not; 2: the input cannot be run."""
-    _log_to_console()
-    told = os.environ.get("HYDRA_FULL_ERROR") != "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that an error reaches this place, which tells it in a sentence
-    try:
-        launch()
-    except Exception as error:
-        for overrides, reason in _failed[:-1] if len(_failed) > 1 else []:
-            print(f"failed: {overrides}: {reason}", file=sys.stderr)
-        if not told or not _is_sentence(error):
-            raise
-        last = f"{_failed[-1][0]}: {_failed[-1][1]}" if len(_failed) > 1 else str(error)
-        print(f"{'failed' if len(_failed) > 1 else 'error'}: {last}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, InputError | HydraException | OmegaConfBaseException) else 1)
-
-
-def _is_sentence(error: Exception) -> bool:
-    """Whether it says to the user what is wrong, so that a traceback would only hide it."""
-    known = isinstance(error, InputError | HydraException | OmegaConfBaseException)
-    return known or type(error).__name__ in ("RunFailed", "DraftFailed")  # by name: their modules load torch
-
-
-def _log_to_console() -> None:
+    """Exit code 0: the result stands; 1: it does not; 2: the input cannot be run; 130: interrupted."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("duoexp").setLevel(logging.INFO)
+    if DEBUGGING:
+        launch()
+        return
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors of composing reach this place
+    try:
+        launch()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if not is_input(error):
+            raise
+        _failed.append(("", error))
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR", None)
+    for overrides, error in _failed:
+        if not is_told(error):
+            traceback.print_exception(error)
+        print(f"{f'failed: {overrides}' if len(_failed) > 1 else 'error'}: {sentence(error)}", file=sys.stderr)
+    if _failed:
+        sys.exit(2 if all(is_input(error) for _, error in _failed) else 1)
 
 
 if __name__ == "__main__":

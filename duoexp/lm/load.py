@@ -75,9 +75,9 @@ def load(model: Model, device: str, dtype: str, vocabulary: int) -> Transformers
 
 def eos_ids(model: Model) -> frozenset[int]:
     """Every id at which the model ends an answer: of its generation config, its config and its tokenizer."""
-    place = {"revision": model.checkpoint.revision or "main"}
+    path, revision = model.checkpoint.path, model.checkpoint.revision or "main"
     try:
-        generation = GenerationConfig.from_pretrained(model.checkpoint.path, **place)
+        generation = GenerationConfig.from_pretrained(path, revision=revision)
     except OSError:
         generation = GenerationConfig()  # a checkpoint need not have one
     text = model.config.get_text_config(decoder=True)

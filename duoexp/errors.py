@@ -1,0 +1,74 @@
+"""What a user gets instead of a traceback: one sentence with the value, the cause and the way out."""
+
+import difflib
+import re
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from duoexp.config import Config, InputError
+
+QUOTES = (
+    "on the command line, quote a value that holds one of = , # ; & ( { < or a letter beyond ASCII twice, as in "
+    "'key=\"a value\"', or give a prompt as task.path=FILE.txt"
+)
+
+
+def is_input(error: BaseException) -> bool:
+    """Whether the input is at fault, rather than the program or the machine."""
+    return isinstance(error, InputError | HydraException | OmegaConfBaseException)
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether its sentence is all that a user needs; the traceback of anything else is a report of a fault of ours."""
+    return is_input(error) or type(error).__name__ in ("RunFailed", "DraftFailed")  # by name: their modules load torch
+
+
+def sentence(error: BaseException) -> str:
+    """The error in a sentence; Hydra's own are put into words that name the key, the value and what is allowed."""
+    for cause in _chain(error):
+        if isinstance(cause, InputError):
+            return str(cause)
+    text = str(error)
+    if found := re.match(r"Could not override '([^']+)'", text):
+        return _unknown_key(found[1])
+    if found := re.match(r"Error merging override (.+)", text):
+        return f"{found[1]} cannot be used: {_last(error)}"
+    if found := re.search(r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']*':((?:\n\t[^\n]+)+)", text):
+        return f"{found[1]}={found[2]} is not there; choose {', '.join(found[3].split())}"
+    if "Exception: " in text.partition("\n")[0] or "mismatched input" in text or "no viable alternative" in text:
+        return f"{text.splitlines()[0].partition('Exception: ')[2] or text.splitlines()[0]} cannot be parsed; {QUOTES}"
+    if text.startswith(("Error locating target", "Error in call to target")):
+        return f"{text.splitlines()[0].partition(', set env var')[0].rstrip(':')} ({_last(error)})"
+    return " ".join(text.split())
+
+
+def _unknown_key(key: str) -> str:
+    parent, _, name = key.rpartition(".")
+    allowed = _keys(parent)
+    near = difflib.get_close_matches(name, allowed, n=1)
+    way = f"did you mean {'.'.join(filter(None, [parent, near[0]]))}" if near else "see the keys with --cfg job"
+    known = f", {parent or 'the config'} has {', '.join(allowed)}" if allowed else ""
+    return f"{key} is no key of this config{known}; {way}"
+
+
+def _keys(path: str) -> list[str]:
+    """The fields at a path of the schema; none where it is free, as below draft.policy."""
+    kind: Any = Config
+    for part in filter(None, path.split(".")):
+        kind = get_type_hints(kind).get(part) if is_dataclass(kind) else None
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else []
+
+
+def _last(error: BaseException) -> str:
+    """The root of it, in its first line."""
+    root = list(_chain(error))[-1]
+    return str(root).split("\n")[0] or type(root).__name__
+
+
+def _chain(error: BaseException | None) -> Any:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
