@@ -111,10 +111,7 @@ def prepare(cfg: DictConfig, profiles: Path) -> Plan:
     check(config)
     hardware = machine.decide(config.hardware, profiles)
     prompts = tasks.load(config.task)
-    policy = {} if config.draft.policy is None else {"policy": instantiate(config.draft.policy)}
-    drafter = instantiate(config.draft.drafter, _partial_=True)(
-        **policy
-    )  # partial: Hydra would turn a policy into a config
+    drafter = _drafter(config)
     target = describe(config.model.target, resolve(config.model.target), config.model.trust_remote_code)
     draft, notes = None, [*hardware.notes]
     if drafter.needs_model:
@@ -130,6 +127,13 @@ def prepare(cfg: DictConfig, profiles: Path) -> Plan:
     return Plan(config, resolved, hardware, prompts, drafter, target, draft, tracker, sampler, tuple(notes))
 
 
+def _drafter(config: Config) -> Drafter:
+    # In two steps: Hydra would turn a policy that it is handed into a config.
+    make = instantiate(config.draft.drafter, _partial_=True)
+    drafter: Drafter = make() if config.draft.policy is None else make(policy=instantiate(config.draft.policy))
+    return drafter
+
+
 def _check_vocabulary(config: Config, target: Model, draft: Model, notes: list[str]) -> None:
     if config.model.vocabulary != "off":
         shared_vocabulary(target, draft, notes.append if config.model.vocabulary == "warn" else None)
@@ -142,22 +146,22 @@ def _loaded(plan: Plan, results: Results) -> Iterator[tuple[Engine, Method, Meth
     machine.reset_peak_memory()
     with ExitStack() as stack:
         worker = _worker(plan)
+        if config.hardware.on_draft_failure == "continue":
+            worker = Continuing(worker)
         stack.callback(worker.close)
         stack.enter_context(machine.placed(place))
         target = load(plan.target, place.device, place.dtype, plan.target.tokens)
         eos = frozenset[int]() if config.sampling.ignore_eos else eos_ids(plan.target)
         engine = Engine(target, plan.target.tokenizer, config.model.template, config.sampling, plan.sampler, eos)
-        if isinstance(worker, Process):
-            worker.ready()
-        kept = Continuing(worker) if config.hardware.on_draft_failure == "continue" else worker
-        method = Method(SCHEDULES[config.draft.schedule], kept, RULES[config.draft.rule], config.draft.budget)
+        worker.ready()
+        method = Method(SCHEDULES[config.draft.schedule], worker, RULES[config.draft.rule], config.draft.budget)
         baseline = Method(serial, Inline(Drafter()), match, 0)
         for prompt in WARMUP:
             for warmed in (baseline, method):
                 engine.decode(warmed, engine.encode(prompt, ()), WARMUP_TOKENS)
         yield engine, baseline, method
         results.peak_memory = {"target": machine.peak_memory()}
-        results.draft_failure = kept.failure if isinstance(kept, Continuing) else None
+        results.draft_failure = worker.failure if isinstance(worker, Continuing) else None
 
 
 def _worker(plan: Plan) -> Worker:
@@ -183,8 +187,7 @@ def _turns(engine: Engine, baseline: Method, method: Method, prompt: Prompt, res
         try:
             ids = engine.encode(prompt, answers)
         except InputError as error:
-            results.failed.append({"prompt": prompt.id, "reason": str(error)})
-            log.warning("%s", error)
+            results.failed.append({"prompt": prompt.id, "turn": turn, "reason": str(error)})
             return
         if len(results.answers) % 2:
             ours, theirs = engine.decode(method, ids), engine.decode(baseline, ids)

@@ -27,7 +27,7 @@ class Results:
     """What a run has so far. `failed`: prompts that could not be run, with the reason."""
 
     answers: list[Answer] = field(default_factory=list)
-    failed: list[dict[str, str]] = field(default_factory=list)
+    failed: list[dict[str, Any]] = field(default_factory=list)
     peak_memory: dict[str, Any] | None = None
     draft_failure: str | None = None
 

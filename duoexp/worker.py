@@ -35,6 +35,10 @@ class Work:
 
 
 class Worker(Protocol):
+    def ready(self) -> None:
+        """Waits until the drafter can be asked."""
+        ...
+
     def ask(self, context: Sequence[int], pending: Draft, budget: int) -> None:
         """Puts a question, which supersedes the one under way; returns at once."""
         ...
@@ -60,6 +64,9 @@ class Inline:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self._work = Work()
+
+    def ready(self) -> None:
+        pass
 
     def ask(self, context: Sequence[int], pending: Draft, budget: int) -> None:
         self._question = (list(context), pending, budget)
@@ -94,6 +101,9 @@ class Continuing:
         self.worker: Worker | None = worker
         self.failure: str | None = None
         self._pending = Draft()
+
+    def ready(self) -> None:
+        self._try(lambda worker: worker.ready(), None)
 
     def ask(self, context: Sequence[int], pending: Draft, budget: int) -> None:
         self._pending = pending
@@ -157,7 +167,6 @@ class Process:
         self._work = Work()
 
     def ready(self) -> None:
-        """Waits until the draft model is loaded."""
         self._receive()
 
     def ask(self, context: Sequence[int], pending: Draft, budget: int) -> None:
