@@ -57,12 +57,12 @@ def main() -> None:
         _failed.append(("", error))
     finally:
         os.environ.pop("HYDRA_FULL_ERROR", None)
-    for overrides, error in _failed:
-        if not is_told(error):
-            traceback.print_exception(error)
-        print(f"{f'failed: {overrides}' if len(_failed) > 1 else 'error'}: {sentence(error)}", file=sys.stderr)
+    for overrides, fault in _failed:
+        if not is_told(fault):
+            traceback.print_exception(fault)
+        print(f"{f'failed: {overrides}' if len(_failed) > 1 else 'error'}: {sentence(fault)}", file=sys.stderr)
     if _failed:
-        sys.exit(2 if all(is_input(error) for _, error in _failed) else 1)
+        sys.exit(2 if all(is_input(fault) for _, fault in _failed) else 1)
 
 
 if __name__ == "__main__":

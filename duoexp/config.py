@@ -13,6 +13,7 @@ SCHEDULES = ("serial", "overlapped")
 RULES = ("match", "rejection")
 WORKERS = ("inline", "process")
 TEMPLATES = ("auto", "chat", "plain", "vicuna")
+ENGINES = ("auto", "lean", "transformers")
 VOCABULARY = ("strict", "warn", "off")
 
 
@@ -29,6 +30,7 @@ class ModelConfig:
     draft: str = MISSING
     budget: int = MISSING  # draft tokens a round that suit the pair when drafting and verifying overlap
     template: str = "auto"  # how a prompt becomes text: TEMPLATES
+    engine: str = "auto"  # what runs both models: ENGINES
     vocabulary: str = "strict"  # what to do when the two differ: VOCABULARY
     trust_remote_code: bool = False
 
@@ -119,6 +121,7 @@ def check(config: Config) -> None:
     _within("draft.schedule", draft.schedule, draft.schedule in SCHEDULES, _either(SCHEDULES))
     _within("draft.rule", draft.rule, draft.rule in RULES, _either(RULES))
     _within("model.template", config.model.template, config.model.template in TEMPLATES, _either(TEMPLATES))
+    _within("model.engine", config.model.engine, config.model.engine in ENGINES, _either(ENGINES))
     _within("model.vocabulary", config.model.vocabulary, config.model.vocabulary in VOCABULARY, _either(VOCABULARY))
     _within("sampling.temperature", sampling.temperature, 0 <= sampling.temperature < inf, "0 (greedy) or more")
     _within("sampling.top_k", sampling.top_k, sampling.top_k >= 0, "0 (all tokens) or more")

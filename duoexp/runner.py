@@ -150,7 +150,7 @@ def _loaded(plan: Plan, results: Results) -> Iterator[tuple[Engine, Method, Meth
             worker = Continuing(worker)
         stack.callback(worker.close)
         stack.enter_context(machine.placed(place))
-        target = load(plan.target, place.device, place.dtype, plan.target.tokens)
+        target = load(plan.target, config.model.engine, place.device, place.dtype, plan.target.tokens)
         eos = frozenset[int]() if config.sampling.ignore_eos else eos_ids(plan.target)
         engine = Engine(target, plan.target.tokenizer, config.model.template, config.sampling, plan.sampler, eos)
         worker.ready()
@@ -168,7 +168,8 @@ def _worker(plan: Plan) -> Worker:
     """The drafter where the hardware profile wants it; a process begins to load at once."""
     draft, place = plan.draft, plan.hardware.draft
     sampled = plan.config.draft.rule == "rejection" and plan.sampler.temperature > 0
-    weights = partial(load, draft, place.device, place.dtype, draft.tokens) if draft else None
+    engine = plan.config.model.engine
+    weights = partial(load, draft, engine, place.device, place.dtype, draft.tokens) if draft else None
     build = partial(_started, plan.drafter, weights, plan.sampler, sampled)
     if plan.hardware.worker == "inline":
         return Inline(build())

