@@ -86,7 +86,7 @@ def _filled(given: HardwareConfig, profiles: Path | Mapping[str, HardwareConfig]
     chosen = _profile(profiles, name)
     target, draft = _over(given.target, chosen.target), _over(given.draft, chosen.draft)
     worker = given.worker or chosen.worker
-    notes.append(f"hardware={given.name}, what it leaves open as in {name}: {_gpus()} CUDA GPU(s), {_count()} core(s)")
+    notes.append(f"hardware={given.name} runs as {name}: there are {_gpus()} CUDA GPUs and {_count()} cores")
     # Other devices than the profile's make another setup, which must not carry its name.
     kept = (target.device, draft.device, worker) == (chosen.target.device, chosen.draft.device, chosen.worker)
     named = name if given.name == "auto" and kept else given.name
@@ -370,11 +370,24 @@ def peak_memory() -> dict[str, Any]:
     `note` says when the system keeps only the peak of the process's whole life.
     """
     gpus = {f"cuda:{device}": torch.cuda.max_memory_allocated(device) for device in range(_used_gpus())}
-    status = re.search(r"VmHWM:\s+(\d+) kB", _read(Path("/proc/self/status")) or "")
-    if status and _peak_resets():
-        return {"rss_bytes": int(status[1]) * 1024, "gpu_bytes": gpus, "note": None}
+    peak = _peak_resident("self")
+    if peak and _peak_resets():
+        return {"rss_bytes": peak, "gpu_bytes": gpus, "note": None}
     note = "rss_bytes is the peak of the process's whole life, which this system cannot reset"
     return {"rss_bytes": _lifetime_peak(), "gpu_bytes": gpus, "note": note}
+
+
+def peak_memory_of(pid: int) -> dict[str, Any]:
+    """Bytes of another process: the peak resident set of its life; what it holds now where the system keeps no peak."""
+    if peak := _peak_resident(str(pid)):
+        return {"rss_bytes": peak, "note": None}
+    note = "rss_bytes is what the process held at its end, as this system keeps no peak"
+    return {"rss_bytes": psutil.Process(pid).memory_info().rss, "note": note}
+
+
+def _peak_resident(process: str) -> int | None:
+    found = re.search(r"VmHWM:\s+(\d+) kB", _read(Path(f"/proc/{process}/status")) or "")
+    return int(found[1]) * 1024 if found else None
 
 
 def _peak_resets() -> bool:

@@ -161,6 +161,8 @@ def _loaded(plan: Plan, results: Results) -> Iterator[tuple[Engine, Method, Meth
                 engine.decode(warmed, engine.encode(prompt, ()), WARMUP_TOKENS)
         yield engine, baseline, method
         results.peak_memory = {"target": machine.peak_memory()}
+        if worker.pid is not None:
+            results.peak_memory["draft"] = machine.peak_memory_of(worker.pid)
         results.draft_failure = worker.failure if isinstance(worker, Continuing) else None
 
 

@@ -35,6 +35,11 @@ class Work:
 
 
 class Worker(Protocol):
+    @property
+    def pid(self) -> int | None:
+        """Of the process that the drafter has for itself, if it has one."""
+        ...
+
     def ready(self) -> None:
         """Waits until the drafter can be asked."""
         ...
@@ -60,6 +65,8 @@ class Worker(Protocol):
 
 class Inline:
     """Drafts in this process, when the answer is asked for: never at the same time as the target."""
+
+    pid: int | None = None
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -101,6 +108,10 @@ class Continuing:
         self.worker: Worker | None = worker
         self.failure: str | None = None
         self._pending = Draft()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self.worker is None else self.worker.pid
 
     def ready(self) -> None:
         self._try(lambda worker: worker.ready(), None)
@@ -165,6 +176,11 @@ class Process:
         self._question, self._sent = 0, list[int]()
         self._pending, self._draft, self._whole = Draft(), Draft(), True
         self._work = Work()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child, while it lives."""
+        return self._process.pid if self._process.is_alive() else None
 
     def ready(self) -> None:
         self._receive()

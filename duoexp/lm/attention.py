@@ -1,6 +1,6 @@
 """Attention of a pass over its cache: the usual kernel, or in a form whose results do not depend on the pass's width.
 
-A token that is verified in a block must get the logits that it gets alone, to the last bit, or greedy outputs part where
+A token verified in a block must get the logits that it gets alone, to the last bit, or greedy outputs part where
 two logits lie close. Products of bfloat16 matrices keep to that on a processor with instructions for them; the fused
 attention kernel does not: it takes other paths for few rows, and adds in another order over another number of slots.
 """
@@ -55,8 +55,8 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, block: Block) -> Tensor:
     kv_heads = len(keys)
     rows = q.view(tokens, kv_heads, -1, head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
     rows = F.pad(rows, (0, 0, 0, len(block.mask) - rows.shape[1]))
-    held = (buffer[None, :, : block.slots] for buffer in (keys, values))
-    y = F.scaled_dot_product_attention(rows[None], *held, attn_mask=block.mask)[0]
+    seen = slice(block.slots)
+    y = F.scaled_dot_product_attention(rows[None], keys[None, :, seen], values[None, :, seen], attn_mask=block.mask)[0]
     y = y[:, : tokens * heads // kv_heads].reshape(kv_heads, tokens, -1, head_dim)
     return y.transpose(0, 1).reshape(tokens, heads, head_dim)
 
