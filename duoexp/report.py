@@ -12,6 +12,7 @@ from rich.table import Table
 
 from duoexp import metrics
 from duoexp.metrics import Pair
+from duoexp.summary import Results
 
 
 def console() -> Console:
@@ -117,7 +118,11 @@ def verdict(summary: dict[str, Any]) -> str:
     return f"identity: true, {equal} of {summary['answers']} answers equal the target's own token for token{ties}"
 
 
-def show(shown: Console, summary: dict[str, Any], pairs: Sequence[Pair], folder: str) -> None:
+def show(shown: Console, summary: dict[str, Any], results: Results, folder: str) -> None:
+    pairs = results.pairs()
+    for answer in results.answers:
+        if answer.prompt.kind == "prompt":  # a text of the user's own, who will want to read the answer
+            shown.print(answer.text, markup=False)
     for note in summary["notes"]:
         shown.print(f"note: {note}", markup=False)
     if pairs:

@@ -99,7 +99,7 @@ def run(cfg: DictConfig, profiles: Path) -> dict[str, Any]:
         record.write("summary.json", summary)
         plan.tracker.finish(summary, 0 if status == "finished" and not _fault(summary) else 1)
         record.close()
-    report.show(shown, summary, results.pairs(), str(record.folder))
+    report.show(shown, summary, results, str(record.folder))
     if fault := _fault(summary):
         raise RunFailed(fault)
     return summary
@@ -198,9 +198,11 @@ def _turns(engine: Engine, baseline: Method, method: Method, prompt: Prompt, res
             theirs, ours = engine.decode(baseline, ids), engine.decode(method, ids)
         equality = method.rule is match or engine.sampler.temperature == 0
         compared = compare(engine.target, engine.sampler, ids, theirs.ids, ours.ids) if equality else None
-        answer = Answer(prompt, turn, ids, Pair(prompt.id, prompt.kind, theirs, ours), compared)
+        answer = Answer(
+            prompt, turn, ids, engine.text(theirs.ids), Pair(prompt.id, prompt.kind, theirs, ours), compared
+        )
         results.answers.append(answer)
-        answers.append(engine.text(theirs.ids))
+        answers.append(answer.text)
         yield answer
 
 

@@ -18,6 +18,7 @@ class Answer:
     prompt: Prompt
     turn: int
     ids: list[int]  # of the prompt
+    text: str  # of the baseline, which the next turn is built on
     pair: Pair
     comparison: Comparison | None
 

@@ -314,15 +314,23 @@ def test_thread_count_that_torch_does_not_take_is_an_error(monkeypatch):
 
 @two_cores
 def test_placed_leaves_pythons_other_threads_alone():
-    mask, stop, ids = os.sched_getaffinity(0), threading.Event(), []
-    thread = threading.Thread(target=lambda: (ids.append(threading.get_native_id()), stop.wait()))
+    mask, stop = os.sched_getaffinity(0), threading.Event()
+    thread = threading.Thread(target=stop.wait)
     thread.start()
-    with placed(Place("cpu", "float32", 1, (min(mask),))):
-        assert os.sched_getaffinity(thread.native_id) == mask
-        child = "import os; print(os.sched_getaffinity(0))"  # why decide() pins both sides or none
-        assert eval(subprocess.check_output([sys.executable, "-c", child])) == {min(mask)}
-    stop.set()
-    thread.join()
+    try:
+        with placed(Place("cpu", "float32", 1, (min(mask),))):
+            assert os.sched_getaffinity(thread.native_id) == mask
+    finally:
+        stop.set()
+        thread.join()
+
+
+@two_cores
+def test_child_inherits_the_mask_which_is_why_both_sides_are_pinned_or_none():
+    first = min(os.sched_getaffinity(0))
+    with placed(Place("cpu", "float32", 1, (first,))):
+        child = subprocess.check_output([sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"])
+    assert child.split() == [str(first).encode()]
 
 
 def test_description_is_strict_json_without_the_host_name():
@@ -380,10 +388,13 @@ def test_git_tells_commit_and_dirt_of_the_package_alone(tmp_path):
         subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
 
     git("init", "-q")
-    assert hardware._git(package)["reason"]  # inside a repository that does not hold it
     git("add", ".")
     assert "no commit" in hardware._git(package)["reason"]
     git("commit", "-qm", "first")
+    stranger = tmp_path / "stranger"  # inside a repository that does not hold it: an environment in a user's project
+    stranger.mkdir()
+    (stranger / "__init__.py").write_text("")
+    assert hardware._git(stranger)["commit"] is None
     assert len(hardware._git(package)["commit"]) == 40 and hardware._git(package)["dirty"] is False
     (tmp_path / "notes.txt").write_text("not of the package")
     assert hardware._git(package)["dirty"] is False

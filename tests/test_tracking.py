@@ -1,5 +1,6 @@
 """Trackers: silent, off the network when offline, one run a job, and never the reason that results are lost."""
 
+import io
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -80,7 +82,8 @@ def test_unknown_mode_is_refused():
         Wandb(mode="cloud")
 
 
-def test_two_runs_of_one_process_have_their_own_ids_and_configs(tmp_path):
+@pytest.mark.parametrize("finished", [True, False])
+def test_two_runs_of_one_process_have_their_own_ids_and_configs(tmp_path, finished):
     for job in ("first", "second"):
         folder = tmp_path / job
         folder.mkdir()
@@ -88,13 +91,15 @@ def test_two_runs_of_one_process_have_their_own_ids_and_configs(tmp_path):
         config = {"draft": {"budget": [4, None], "name": f"config-of-{job}"}, "hub": {"token": "hunter2"}}
         tracker.start(folder, f"group-of-{job}", f"method-of-{job}", config)
         tracker.log({"tau": 2.5}, 0)
-        tracker.finish({"summary-of": {job: 1.5}}, 0)
+        if finished:
+            tracker.finish({"summary-of": {job: 1.5}}, 0)
     ((one, first),) = written(tmp_path / "first").items()
     ((two, second),) = written(tmp_path / "second").items()
     assert one != two
     for data, mine, other in ((first, b"first", b"second"), (second, b"second", b"first")):
-        for word in (b"config-of-", b"group-of-", b"method-of-", b"summary-of"):
-            assert word in data
+        for word in (b"config-of-", b"group-of-", b"method-of-"):
+            assert word + mine in data
+        assert (b"summary-of" in data) is finished
         assert b'{"budget":[4,null],"name":"config-of-' + mine in data.replace(b", ", b",").replace(b": ", b":")
         assert b"-of-" + other not in data
         assert b"hunter2" not in data
@@ -113,7 +118,20 @@ def test_files_lie_in_the_runs_folder_alone_and_name_no_host(tmp_path, monkeypat
     assert not {"requirements.txt", "wandb-metadata.json", "output.log"} & {path.name for path in files}
 
 
-def test_finish_is_idempotent_and_comes_after_any_end(tmp_path):
+def test_nothing_but_what_is_logged_is_watched(tmp_path):
+    tracker = Wandb()
+    tracker.start(tmp_path, "group", "vanilla", {})
+    settings = tracker._run.settings
+    print("words-on-the-console")
+    tracker.finish({}, 0)
+    (data,) = written(tmp_path).values()
+    assert b"words-on-the-console" not in data and settings.console == "off"
+    assert settings.x_disable_stats and settings.x_disable_machine_info  # threads and probes beside what is measured
+    assert settings.disable_git and settings.disable_code and settings.save_code is False
+    assert settings.disable_job_creation and not settings.run_tags
+
+
+def test_finish_is_idempotent_and_comes_after_any_end(tmp_path, said):
     tracker = Wandb()
     tracker.finish({}, 0)  # before the start
     tracker.start(tmp_path, "group", "vanilla", {})
@@ -123,7 +141,7 @@ def test_finish_is_idempotent_and_comes_after_any_end(tmp_path):
     tracker.log({"tau": 1.0}, 1)
     assert run._exit_code == 3
     (data,) = written(tmp_path).values()
-    assert b"late" not in data
+    assert b"late" not in data and not said()
 
 
 OFFLINE = """
@@ -181,7 +199,7 @@ def test_wrong_project_is_refused(tmp_path):
         Wandb(project="a/b").start(tmp_path, "group", "vanilla", {})
 
 
-def test_online_without_a_network_goes_on_offline(tmp_path, monkeypatch, said):
+def test_online_without_a_network_goes_on_offline(tmp_path, monkeypatch, said, capfd):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
     tracker = Wandb(mode="online")
@@ -194,6 +212,7 @@ def test_online_without_a_network_goes_on_offline(tmp_path, monkeypatch, said):
     tracker.finish({}, 0)
     assert time.perf_counter() - started < 5
     assert any(b"kept" in data for data in written(tmp_path).values())
+    assert capfd.readouterr() == ("", "")
 
 
 def test_mode_of_the_environment_wins_over_online(tmp_path, monkeypatch):
@@ -268,13 +287,30 @@ def test_dead_service_costs_warnings_and_not_the_run_nor_the_next(tmp_path, said
     assert any(b"of-the-next" in data for data in written(tmp_path).values())
 
 
-def test_folder_that_cannot_be_written_costs_warnings_alone(tmp_path):
+def test_folder_that_cannot_be_written_costs_a_warning_alone(tmp_path, said, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where W&B would turn to
     (tmp_path / "file").write_text("")
     tracker = Wandb()
     tracker.start(tmp_path / "file" / "run", "group", "vanilla", {})
     tracker.log({"tau": 1.0}, 0)
     tracker.finish({}, 0)
-    assert (tmp_path / "file").read_text() == ""
+    assert "file/run cannot be written" in said()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_no_prompt_for_a_key_on_a_terminal(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("sys.stderr", Terminal())
+    with pytest.raises(InputError, match="No API key"):
+        Wandb(mode="online").start(tmp_path, "group", "vanilla", {})
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def readline(self, size: int | None = -1, /) -> str:
+        raise AssertionError("a prompt waits for an answer")
 
 
 @pytest.mark.skipif(
