@@ -1,7 +1,8 @@
 """From a checkpoint to a tokenizer and to a model on its device. Every call into the hub is made here."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from duoexp.config import InputError
 from duoexp.lm.causal_lm import CachedLM
+from duoexp.lm.distilled import draft_config, is_draft, load_draft
 from duoexp.lm.lean import FAMILY, LeanLM, self_draft
 from duoexp.lm.sources import Checkpoint
 from duoexp.lm.transformers_lm import TransformersLM
@@ -44,8 +46,16 @@ class Model:
         return min(self.rows, len(self.tokenizer))
 
 
-def describe(source: str, checkpoint: Checkpoint, trust_remote_code: bool = False) -> Model:
-    """Reads config and tokenizer. Raises InputError when the model can't be reached."""
+def describe(
+    source: str, checkpoint: Checkpoint, trust_remote_code: bool = False, target: Model | None = None
+) -> Model:
+    """Reads config and tokenizer. Raises InputError when the model can't be reached.
+
+    target: that of a draft. A distilled draft has its tokenizer, embedding and head from there.
+    """
+    if target is not None and is_draft(Path(checkpoint.path)):
+        config = draft_config(Path(checkpoint.path), target.tokenizer)
+        return replace(target, source=source, checkpoint=replace(checkpoint, base=target.checkpoint), config=config)
     where = {"revision": checkpoint.revision, "trust_remote_code": trust_remote_code}
     config = _reached(source, lambda: AutoConfig.from_pretrained(checkpoint.path, **where))
     tokenizer = _reached(source, lambda: AutoTokenizer.from_pretrained(checkpoint.path, **where))
@@ -63,6 +73,9 @@ def load(model: Model, engine: str, device: str, dtype: str, vocabulary: int) ->
     engine: `transformers`, or `lean` for our own pass, which a rounded model takes in any case; `auto` takes it on a
     processor where the model is of its family.
     """
+    if model.checkpoint.base is not None:
+        folder, place = Path(model.checkpoint.path), model.checkpoint.base.path
+        return load_draft(folder, place, vocabulary, getattr(torch, dtype), model.tokenizer, device)
     transformers_logging.set_verbosity_error()  # it reports the layers left out of a stand-in as unexpected weights
     transformers_logging.disable_progress_bar()
     weights = _reached(

@@ -31,6 +31,7 @@ class Checkpoint:
     revision: str | None = None
     layers: int | None = None  # only the first so many layers: a stand-in for a draft
     bits: int | None = None  # weights rounded to so many bits: the target as its own draft
+    base: "Checkpoint | None" = None  # of a distilled draft: the target, whose embedding and head it shares
 
 
 def resolve(source: str, target: Checkpoint | None = None) -> Checkpoint:

@@ -1,0 +1,297 @@
+"""The recipe that makes a draft, on a tiny target of random weights."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from torch import Tensor
+
+from duoexp import tasks
+from duoexp.__main__ import CONF
+from duoexp.config import InputError
+from duoexp.distill import __main__ as entry
+from duoexp.distill import divergence, export, files, measure, recipe, settings, student
+from duoexp.lm import distilled, load, sources
+
+SMALL = (
+    "model=tiny", "dtype=float32", "data.chats=96", "data.batch=32", "data.beginnings=['']", "data.held_out=0.1",
+    "data.question_tokens=8", "data.answer_tokens=32", "student.layers=[0]", "student.head=200", "train.steps=240",
+    "train.tokens=512", "train.teacher=16", "train.lr=3e-3", "train.warmup=10", "train.average=0.9",
+    "train.save_every=20", "train.measure_every=80",
+)  # fmt: skip
+
+
+def composed(folder: Path, *overrides: str) -> Any:
+    settings.register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("distill", [*SMALL, f"folder={folder}", *overrides])
+
+
+def distil(folder: Path, *overrides: str) -> Path:
+    return recipe.run(composed(folder, *overrides), "a test")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    distil(folder)
+    return folder
+
+
+def target() -> load.Model:
+    source = "random:context=2048"
+    return load.describe(source, sources.resolve(source))
+
+
+def draft_logits(folder: Path, tokens: list[int]) -> Tensor:
+    place = target()
+    return distilled.load_draft(folder, place.checkpoint.path, place.tokens, torch.float32).logits(tokens)[0]
+
+
+def test_acceptance_rises(made: Path) -> None:
+    result = json.loads((made / "result.json").read_text())
+    assert result["held_out_acceptance"] > result["held_out_acceptance_before"] + 0.05
+
+
+def test_the_export_says_what_the_student_says(made: Path) -> None:
+    tokens = [256, *range(60, 100)]
+    pupil = trained(made)
+    with torch.no_grad():
+        expected = pupil.logits(torch.tensor([tokens]))[0, -1]
+    said = draft_logits(made / "draft", tokens)
+    assert set(torch.isfinite(said).nonzero()[:, 0].tolist()) == set(pupil.ids.tolist())
+    # int8 a row: half a step of each weight, 1/254 of the row's largest, in every matrix
+    assert (said[pupil.ids] - expected).norm() < 0.05 * expected.norm()
+
+
+def test_an_unrounded_export_is_exact(made: Path, tmp_path: Path) -> None:
+    pupil, place = trained(made), target()
+    about = distilled.About(distilled.tokenizer_hash(place.tokenizer), (0,), 200, None)
+    export.export(tmp_path, pupil, place.config.to_dict(), about, "")
+    tokens = [256, *range(60, 100)]
+    with torch.no_grad():
+        expected = pupil.logits(torch.tensor([tokens]))[0, -1]
+    torch.testing.assert_close(draft_logits(tmp_path, tokens)[pupil.ids], expected, rtol=1e-4, atol=1e-4)
+
+
+def trained(folder: Path) -> student.Student:
+    """The run's student in memory, from its checkpoint."""
+    place = target()
+    weights = load.load(place, "transformers", "cpu", "float32", place.tokens).model
+    counts = torch.from_numpy(np.bincount(files.read_arrays(folder / "texts.npz")["tokens"], minlength=place.tokens))
+    pupil = student.grow(weights, [0], student.head(counts, 200))
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    with torch.no_grad():
+        for name, weight in pupil.trained().items():
+            weight.copy_(state["average"][name])
+    return pupil
+
+
+@pytest.mark.parametrize("kind", ["teacher", "text"])
+def test_resumption_equals_an_unbroken_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = ["train.steps=12", "train.save_every=5", "train.measure_every=6", "data.chats=32"]
+    how += ["train.teacher=0", "train.negatives=20"] if kind == "text" else ["train.on_policy=0.5", "train.teacher=8"]
+    distil(tmp_path / "whole", *how)
+    stop_after(monkeypatch, 7)
+    with pytest.raises(KeyboardInterrupt):
+        distil(tmp_path / "broken", *how)
+    monkeypatch.undo()
+    distil(tmp_path / "broken", *how)
+    whole, broken = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("whole", "broken"))
+    assert whole["curve"][-1]["acceptance"] == broken["curve"][-1]["acceptance"]
+    for name, weight in whole["average"].items():
+        torch.testing.assert_close(weight, broken["average"][name], rtol=1e-6, atol=1e-6)
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    real, left = divergence.step, iter(range(steps))
+
+    def step(*args: Any) -> tuple[float, int]:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(divergence, "step", step)
+
+
+def test_a_finished_run_does_nothing_again(made: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in made.rglob("*.npz")}
+    distil(made)
+    assert before == {path: path.stat().st_mtime_ns for path in made.rglob("*.npz")}
+
+
+@pytest.mark.parametrize("name", list(divergence.NAMED))
+def test_every_divergence_is_least_at_the_target(name: str) -> None:
+    p = torch.tensor([[0.7, 0.2, 0.1]])
+    there = divergence.NAMED[name](p, p.log())
+    for q in ([0.6, 0.3, 0.1], [0.1, 0.2, 0.7], [0.3, 0.3, 0.4]):
+        assert there < divergence.NAMED[name](p, torch.tensor([q]).log())
+
+
+@pytest.mark.parametrize("name", ["reverse_kl", "jsd", "tvd"])
+def test_every_divergence_trains(name: str, tmp_path: Path) -> None:
+    distil(tmp_path, f"train.divergence={name}", "train.steps=3", "data.chats=32")
+
+
+def test_drawn_candidates_give_the_whole_softmax_its_size() -> None:
+    """Over many draws the estimated partition function is the true one: within 2 %, where one draw varies by 5 %."""
+    generator, size = torch.Generator().manual_seed(0), 1000
+    logits = torch.randn(size, generator=generator)
+    goal = divergence.Goal(torch.tensor([[5]]), torch.tensor([[1.0]]))
+    sums = []
+    for _ in range(200):
+        drawn = divergence.Candidates.drawn(torch.arange(50), goal, size, 200, generator)
+        sums.append((logits[drawn.places] + drawn.raised).exp().sum())
+        assert drawn.places[drawn.among(goal, size).places] == 5
+    assert abs(torch.stack(sums).mean() / logits.exp().sum() - 1) < 0.02
+
+
+def test_texts_of_the_user(tmp_path: Path) -> None:
+    plain = tmp_path / "texts.txt"
+    plain.write_text("\n\n".join(f"number {i} of the texts that a user has" for i in range(20)))
+    how = ["train.steps=2"]
+    distil(tmp_path / "txt", f"data.path={plain}", *how)
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("\n".join(json.dumps({key: f"{key} {i}"}) for i in range(6) for key in ("text", "prompt")))
+    distil(tmp_path / "jsonl", f"data.path={lines}", *how)
+    texts = files.read_arrays(tmp_path / "jsonl" / "texts.npz")
+    assert len(texts["lengths"]) == 12
+    np.savez(tmp_path / "arrays.npz", tokens=texts["tokens"], lengths=texts["lengths"])
+    distil(tmp_path / "npz", f"data.path={tmp_path / 'arrays.npz'}", *how)
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "head": (["student.head=5000"], "student.head=5000 is beyond the target's vocabulary of 259 tokens"),
+    "layer": (["student.layers=[7]"], r"student.layers=\[7\] are not among the 2 layers"),
+    "no layer": (["student.layers=[]"], r"student.layers=\[\] leaves nothing"),
+    "divergence": (["train.divergence=l2"], "train.divergence=l2 is unknown; choose forward_kl"),
+    "no teacher": (["train.divergence=reverse_kl", "train.teacher=0"], "give train.teacher=32"),
+    "negatives": (["train.divergence=tvd", "train.negatives=5"], "goes with divergence=forward_kl alone"),
+    "bits": (["student.bits=3"], "student.bits=3 cannot be exported"),
+    "range": (["train.steps=0"], "train.steps=0 is out of range"),
+    "absent file": (["data.path=nowhere.txt"], "data.path=nowhere.txt cannot be read"),
+    "dtype": (["dtype=int7"], "dtype=int7 is unknown"),
+}
+
+
+@pytest.mark.parametrize("case", list(WRONG))
+def test_wrong_input_is_told_in_a_sentence(case: str, tmp_path: Path) -> None:
+    overrides, message = WRONG[case]
+    with pytest.raises(InputError, match=message):
+        distil(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "", "is empty"),
+        ("a.doc", "words", "ends in neither"),
+        ("a.jsonl", "{", "line 1 is not JSON"),
+        ("a.jsonl", '{"turns": []}', "line 1 holds neither"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}', "no chat"),
+        ("a.txt", b"\xff\xfe", "is not UTF-8"),
+    ],
+)
+def test_wrong_files_are_told_in_a_sentence(name: str, content: str | bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError, match=message):
+        distil(tmp_path / "run", f"data.path={path}")
+
+
+def test_a_target_without_template_or_bos_needs_a_beginning() -> None:
+    class Silent:
+        chat_template = bos_token_id = None
+
+        def encode(self, text: str, **_: Any) -> list[int]:
+            return list(text.encode())
+
+    frame = recipe.data.Frame.of(Silent(), "auto")  # type: ignore[arg-type]
+    assert frame == recipe.data.Frame([], [])
+    writer = recipe.data.Writer(None, Silent(), frame, frozenset(), composed(Path("x")).data, 0)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="give some words"):
+        writer.write(0)
+
+
+def test_other_settings_in_the_same_folder_are_refused(made: Path) -> None:
+    with pytest.raises(InputError, match=r"train.lr=0.003, not 0.5; give that to go on"):
+        distil(made, "train.lr=0.5")
+
+
+def test_a_draft_for_another_tokenizer_is_refused(made: Path, tmp_path: Path) -> None:
+    config = json.loads((made / "draft" / "config.json").read_text())
+    config["duoexp"]["tokenizer"] = "0" * 64
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="made for a target with another tokenizer"):
+        distilled.load_draft(tmp_path, target().checkpoint.path, 259)
+
+
+def test_a_draft_for_another_size_is_refused(made: Path) -> None:
+    other = sources.resolve("random:hidden=32").path
+    with pytest.raises(InputError, match="an embedding of size 64"):
+        distilled.load_draft(made / "draft", other, 259)
+
+
+def test_a_folder_without_a_draft_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no draft"):
+        distilled.load_draft(tmp_path, target().checkpoint.path, 259)
+
+
+def test_an_architecture_without_a_lean_pass_is_named() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16, n_positions=8))
+    with pytest.raises(InputError, match="GPT2LMHeadModel"):
+        student.grow(model, [0], torch.arange(4))
+
+
+def test_a_full_disk_is_told_and_leaves_nothing_half(tmp_path: Path) -> None:
+    def full(path: Path) -> None:
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(InputError, match=r"No space left on device.*make room"):
+        files.write(tmp_path / "a", full)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_measured_rate_is_that_of_drafting_step_by_step(made: Path, tmp_path: Path) -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        how = [f"folder={made / 'draft'}", f"answers={tmp_path / 'answers.json'}", "tokens=8", "dtype=float32"]
+        cfg: Any = compose("distill_measure", [*how, "model=tiny", "task.limit=7"])
+    lines = list(measure.measure(cfg))
+    place = target()
+    draft = distilled.load_draft(made / "draft", place.checkpoint.path, place.tokens, torch.float32)
+    prompts = [tasks.encode(place.tokenizer, "auto", prompt) for prompt in tasks.load(cfg.task)]
+    answers = list(json.loads((tmp_path / "answers.json").read_text()).values())
+    rates = []
+    for ids, answer in zip(prompts, answers, strict=True):
+        said = [int(draft.logits([*ids, *answer[:i]])[0].argmax()) for i in range(len(answer))]
+        rates.append(sum(ours == theirs for ours, theirs in zip(said, answer, strict=True)) / len(answer))
+    assert lines[7].split() == ["mean", f"{sum(rates) / len(rates):.3f}"]
+
+
+def test_the_command_makes_a_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    call(monkeypatch, *SMALL, "folder=run", "train.steps=2", "data.chats=32")
+    entry.main()
+    assert capsys.readouterr().out.strip().endswith(str(Path("run/draft")))
+    assert "python -m duoexp.distill model=tiny" in (tmp_path / "run/draft/README.md").read_text()
+    call(monkeypatch, *SMALL, "folder=run", "student.head=9999")
+    with pytest.raises(SystemExit) as stopped:
+        entry.main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("error: student.head=9999")
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> Callable[[], None] | None:
+    monkeypatch.setattr(sys, "argv", ["distill", *words])
+    return None
