@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -46,11 +47,14 @@ def main() -> None:
     if DEBUGGING:
         launch()
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's end is an interrupt: files are closed
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors of composing reach this place
     try:
         launch()
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:  # a run tells its own in a sentence; this one comes of the folder of a sweep
+        sys.exit(f"error: {error.filename} cannot be made ({error.strerror}); give another output_dir")
     except Exception as error:
         if not is_input(error):
             raise

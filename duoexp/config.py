@@ -1,9 +1,10 @@
 """Every setting there is: one dataclass an axis, composed by Hydra from `conf/`, and the checks of their ranges."""
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from math import inf
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -42,7 +43,7 @@ class SideConfig:
     device: str | None = None  # cpu, cuda, cuda:1 ...
     dtype: str | None = None  # DTYPES
     threads: int | None = None
-    cores: list[int] | None = None  # to pin to; null: no pinning
+    cores: list[int] | None = None  # to pin to
 
 
 @dataclass
@@ -111,6 +112,17 @@ class Config:
     task: TaskConfig = MISSING
     tracker: TrackerConfig = MISSING
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+def check_keys(given: Mapping[str, Any], kind: type = Config, path: str = "") -> None:
+    """Raises InputError for a key that the schema has not: what `+key=value` adds would be read by nobody."""
+    known = {each.name: each.type for each in fields(kind)}
+    for key, value in given.items():
+        if key not in known:
+            raise InputError(f"{path}{key} is no key of this config; {path[:-1] or 'it'} has {', '.join(known)}")
+        inner = get_type_hints(kind)[key]
+        if is_dataclass(inner) and isinstance(value, Mapping):
+            check_keys(value, inner, f"{path}{key}.")  # type: ignore[arg-type]
 
 
 def check(config: Config) -> None:

@@ -2,9 +2,11 @@
 
 import difflib
 import re
+import sys
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -39,10 +41,21 @@ def sentence(error: BaseException) -> str:
     if found := re.search(r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']*':((?:\n\t[^\n]+)+)", text):
         return f"{found[1]}={found[2]} is not there; choose {', '.join(found[3].split())}"
     if "Exception: " in text.partition("\n")[0] or "mismatched input" in text or "no viable alternative" in text:
-        return f"{text.splitlines()[0].partition('Exception: ')[2] or text.splitlines()[0]} cannot be parsed; {QUOTES}"
+        return f"{_unparsed() or text.splitlines()[0]} cannot be parsed; {QUOTES}"
     if text.startswith(("Error locating target", "Error in call to target")):
         return f"{text.splitlines()[0].partition(', set env var')[0].rstrip(':')} ({_last(error)})"
     return " ".join(text.split())
+
+
+def _unparsed() -> str | None:
+    """The first argument that is no override."""
+    parser = OverridesParser.create()
+    for argument in sys.argv[1:]:
+        try:
+            parser.parse_overrides([argument] if not argument.startswith("-") else [])
+        except HydraException:
+            return argument
+    return None
 
 
 def _unknown_key(key: str) -> str:

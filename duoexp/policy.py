@@ -131,7 +131,7 @@ def lengthen(
 
 
 def _check(key: str, sequences: int, growth: str) -> None:
-    if sequences < 1:
-        raise InputError(f"{key}={sequences} leaves nothing to draft; give 1 or more")
+    if not isinstance(sequences, int) or sequences < 1:
+        raise InputError(f"{key}={sequences!r} is no number of sequences; give 1 or more")
     if growth not in ("batched", "serial"):
         raise InputError(f"draft.policy.growth={growth!r} is unknown; choose batched or serial")

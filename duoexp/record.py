@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -36,6 +37,10 @@ class Record:
         if name not in self._open:
             self._open[name] = (self.folder / name).open("w")
         self._open[name].write(json.dumps(value, allow_nan=False) + "\n")
+
+    def log_traceback(self) -> None:
+        """The traceback of the exception that is being handled, into the log alone: the console gets a sentence."""
+        self._log.handle(logging.makeLogRecord({"name": "duoexp", "levelname": "ERROR", "msg": traceback.format_exc()}))
 
     def flush(self) -> None:
         for file in self._open.values():

@@ -51,54 +51,65 @@ class Progress:
             self.shown.print(f"[{done}/{self.prompts}] {said}", markup=False)
 
 
-def table(summary: dict[str, Any], pairs: Sequence[Pair]) -> Table:
+# What a line of the table says; the short ones are all that fits into a narrow terminal.
+COLUMNS = (
+    "task",
+    "answers",
+    "tokens",
+    "AR tok/s",
+    "tok/s",
+    "speedup",
+    "95% interval",
+    "TTFT ms",
+    "AR TTFT",
+    "tau",
+    "alpha",
+)
+SHORT = ("task", "AR tok/s", "tok/s", "speedup", "95% interval", "tau", "alpha")
+WIDE = 114  # characters that all columns need
+
+
+def table(summary: dict[str, Any], pairs: Sequence[Pair], width: int) -> Table:
     """A line a task, then all of it."""
-    place = summary["hardware"]
-    found = Table(
-        title=f"{summary['model']}, draft={summary['method']}, hardware={place['name']}", title_justify="left"
-    )
-    for name in (
-        "task",
-        "answers",
-        "tokens",
-        "AR tok/s",
-        "tok/s",
-        "speedup",
-        "95% interval",
-        "TTFT ms",
-        "AR TTFT",
-        "tau",
-        "alpha",
-    ):
+    title = f"{summary['model']}, draft={summary['method']}, hardware={summary['hardware']['name']}"
+    found = Table(title=title, title_justify="left")
+    columns = COLUMNS if width >= WIDE else SHORT
+    for name in columns:
         found.add_column(name, justify="left" if name == "task" else "right", no_wrap=True)
     groups: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
         groups[pair.kind].append(pair)
     for kind, group in groups.items():
-        found.add_row(*_row(kind, group))
+        cells = _cells(kind, group)
+        found.add_row(*(cells[name] for name in columns))
     found.add_section()
-    found.add_row(*_row("all", pairs), style="bold")
+    cells = _cells("all", pairs)
+    found.add_row(*(cells[name] for name in columns), style="bold")
     return found
 
 
-def _row(name: str, pairs: Sequence[Pair]) -> list[str]:
+def _cells(name: str, pairs: Sequence[Pair]) -> dict[str, str]:
     ours, baseline = [pair.method for pair in pairs], [pair.baseline for pair in pairs]
     between = metrics.interval(pairs)
     alpha = metrics.acceptance_rate([each for decoding in ours for each in decoding.rounds])
-    ttft, baseline_ttft = (metrics.median_p95([each.ttft_s for each in group]) for group in (ours, baseline))
-    return [
-        name,
-        str(len(pairs)),
-        str(sum(len(each.ids) for each in ours)),
-        f"{metrics.tokens_per_s(baseline):.1f}",
-        f"{metrics.tokens_per_s(ours):.1f}",
-        f"{metrics.speedup(pairs):.2f}",
-        "-" if between is None else f"{between[0]:.2f} to {between[1]:.2f}",
-        "-" if ttft is None else f"{1000 * ttft['median']:.0f}",
-        "-" if baseline_ttft is None else f"{1000 * baseline_ttft['median']:.0f}",
-        f"{metrics.block_efficiency(ours):.2f}",
-        "-" if alpha is None else f"{alpha:.2f}",
-    ]
+    return {
+        "task": name,
+        "answers": str(len(pairs)),
+        "tokens": str(sum(len(each.ids) for each in ours)),
+        "AR tok/s": f"{metrics.tokens_per_s(baseline):.1f}",
+        "tok/s": f"{metrics.tokens_per_s(ours):.1f}",
+        "speedup": f"{metrics.speedup(pairs):.2f}",
+        "95% interval": "-" if between is None else f"{between[0]:.2f} to {between[1]:.2f}",
+        "TTFT ms": _median_ms([each.ttft_s for each in ours]),
+        "AR TTFT": _median_ms([each.ttft_s for each in baseline]),
+        "tau": f"{metrics.block_efficiency(ours):.2f}",
+        "alpha": "-" if alpha is None else f"{alpha:.2f}",
+    }
+
+
+def _median_ms(seconds: Sequence[float]) -> str:
+    found = metrics.median_p95(seconds)
+    return "-" if found is None else f"{1000 * found['median']:.0f}"
 
 
 def verdict(summary: dict[str, Any]) -> str:
@@ -126,12 +137,15 @@ def show(shown: Console, summary: dict[str, Any], results: Results, folder: str)
     for note in summary["notes"]:
         shown.print(f"note: {note}", markup=False)
     if pairs:
-        shown.print(table(summary, pairs))
+        shown.print(table(summary, pairs, shown.width))
         shown.print(_where_time_went(summary), markup=False)
     for failure in summary["failed"]:
         shown.print(f"failed: {failure['prompt']}: {failure['reason']}", markup=False)
     if summary["draft_failure"]:
-        shown.print(f"the drafter failed, the rest ran without it: {summary['draft_failure']}", markup=False)
+        failure = summary["draft_failure"]
+        shown.print(
+            f"the drafter failed at {failure['prompt']}, the rest ran without it: {failure['reason']}", markup=False
+        )
     shown.print(verdict(summary), markup=False)
     shown.print(folder, markup=False, soft_wrap=True)
 

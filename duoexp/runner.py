@@ -1,7 +1,7 @@
 """One experiment, from config to summary: every prompt decoded autoregressively and with the method, in turn."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,12 +11,12 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from duoexp import hardware as machine
-from duoexp import report, tasks, templates
-from duoexp.config import Config, InputError, check
+from duoexp import machine, report, tasks, templates
+from duoexp.config import Config, InputError, check, check_keys
 from duoexp.drafters import Drafter
 from duoexp.engine import Engine, Method
-from duoexp.hardware import Hardware
+from duoexp.errors import sentence
+from duoexp.hardware import Hardware, decide, placed
 from duoexp.identity import compare
 from duoexp.lm.causal_lm import CausalLM
 from duoexp.lm.load import Model, describe, eos_ids, load, shared_vocabulary
@@ -89,10 +89,15 @@ def run(cfg: DictConfig, profiles: Path) -> dict[str, Any]:
                 for done, prompt in enumerate(plan.prompts, start=1):
                     for answer in _turns(engine, baseline, method, prompt, results):
                         _keep(record, plan.tracker, engine, answer, len(results.answers))
+                        results.note_failure(answer, method.worker)
                     progress.update(prompt.kind, results.pairs(), done)
         status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"
+        raise
+    except Exception as error:
+        results.error = sentence(error)
+        record.log_traceback()
         raise
     finally:
         summary = summarize(about, results, status)
@@ -107,21 +112,27 @@ def run(cfg: DictConfig, profiles: Path) -> dict[str, Any]:
 
 def prepare(cfg: DictConfig, profiles: Path) -> Plan:
     """Every check of the input; reads configs, tokenizers and prompts, no weights. Raises InputError."""
+    resolved: dict[str, Any] = masked(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
+    check_keys(resolved)
     config: Config = OmegaConf.to_object(cfg)  # type: ignore[assignment]
     check(config)
-    hardware = machine.decide(config.hardware, profiles)
+    hardware = decide(config.hardware, profiles)
     prompts = tasks.load(config.task)
     drafter = _drafter(config)
     target = describe(config.model.target, resolve(config.model.target), config.model.trust_remote_code)
     draft, notes = None, [*hardware.notes]
     if drafter.needs_model:
         checkpoint = resolve(config.model.draft, target.checkpoint)
-        draft = describe(config.model.draft, checkpoint, config.model.trust_remote_code)
+        draft = describe(config.model.draft, checkpoint, config.model.trust_remote_code, target)
         _check_vocabulary(config, target, draft, notes)
+        contexts = [each.config.get_text_config(decoder=True).max_position_embeddings for each in (draft, target)]
+        if contexts[0] < contexts[1]:
+            notes.append(
+                f"beyond {contexts[0]} tokens, its context, the draft is silent; the target's is {contexts[1]}"
+            )
         if checkpoint.layers is not None:
             notes.append(f"the draft is a stand-in: the first {checkpoint.layers} layers of the target, untrained")
     templates.resolve(target.tokenizer, config.model.template)
-    resolved: dict[str, Any] = masked(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
     tracker, s = instantiate(config.tracker.tracker), config.sampling
     sampler = Sampler(s.temperature, s.top_k, s.top_p, s.seed)
     return Plan(config, resolved, hardware, prompts, drafter, target, draft, tracker, sampler, tuple(notes))
@@ -130,7 +141,10 @@ def prepare(cfg: DictConfig, profiles: Path) -> Plan:
 def _drafter(config: Config) -> Drafter:
     # In two steps: Hydra would turn a policy that it is handed into a config.
     make = instantiate(config.draft.drafter, _partial_=True)
-    drafter: Drafter = make() if config.draft.policy is None else make(policy=instantiate(config.draft.policy))
+    try:
+        drafter: Drafter = make() if config.draft.policy is None else make(policy=instantiate(config.draft.policy))
+    except TypeError as error:
+        raise InputError(f"draft.drafter and draft.policy do not fit: {error}; see the files in conf/draft") from error
     return drafter
 
 
@@ -149,21 +163,30 @@ def _loaded(plan: Plan, results: Results) -> Iterator[tuple[Engine, Method, Meth
         if config.hardware.on_draft_failure == "continue":
             worker = Continuing(worker)
         stack.callback(worker.close)
-        stack.enter_context(machine.placed(place))
+        stack.enter_context(placed(place))
         target = load(plan.target, config.model.engine, place.device, place.dtype, plan.target.tokens)
         eos = frozenset[int]() if config.sampling.ignore_eos else eos_ids(plan.target)
         engine = Engine(target, plan.target.tokenizer, config.model.template, config.sampling, plan.sampler, eos)
         worker.ready()
         method = Method(SCHEDULES[config.draft.schedule], worker, RULES[config.draft.rule], config.draft.budget)
         baseline = Method(serial, Inline(Drafter()), match, 0)
-        for prompt in WARMUP:
-            for warmed in (baseline, method):
-                engine.decode(warmed, engine.encode(prompt, ()), WARMUP_TOKENS)
+        _warm_up(engine, (baseline, method), plan.target.source)
         yield engine, baseline, method
-        results.peak_memory = {"target": machine.peak_memory()}
-        if worker.pid is not None:
-            results.peak_memory["draft"] = machine.peak_memory_of(worker.pid)
-        results.draft_failure = worker.failure if isinstance(worker, Continuing) else None
+        draft = None if worker.pid is None else machine.peak_memory_of(worker.pid)
+        results.peak_memory = {"target": machine.peak_memory(), "draft": draft}
+
+
+def _warm_up(engine: Engine, methods: Sequence[Method], source: str) -> None:
+    """Decodes prompts that are no test prompts. Raises InputError for a target whose logits are no numbers."""
+    for prompt in WARMUP:
+        ids = templates.encode(engine.tokenizer, engine.template, prompt)[: max(1, engine.target.context_size // 2)]
+        for method in methods:
+            engine.decode(method, ids, WARMUP_TOKENS)
+    if not engine.target.logits(ids).isfinite().all():
+        raise InputError(
+            f"model {source!r} gives logits that are no finite numbers; check its weights, or set another "
+            "hardware.target.dtype"
+        )
 
 
 def _worker(plan: Plan) -> Worker:
@@ -171,11 +194,12 @@ def _worker(plan: Plan) -> Worker:
     draft, place = plan.draft, plan.hardware.draft
     sampled = plan.config.draft.rule == "rejection" and plan.sampler.temperature > 0
     engine = plan.config.model.engine
-    weights = partial(load, draft, engine, place.device, place.dtype, draft.tokens) if draft else None
+    vocabulary = min(plan.target.tokens, draft.tokens) if draft else 0
+    weights = partial(load, draft, engine, place.device, place.dtype, vocabulary) if draft else None
     build = partial(_started, plan.drafter, weights, plan.sampler, sampled)
     if plan.hardware.worker == "inline":
         return Inline(build())
-    return Process(build, partial(machine.placed, place), plan.target.tokens)
+    return Process(build, partial(placed, place), plan.target.tokens)
 
 
 def _started(drafter: Drafter, weights: Callable[[], CausalLM] | None, sampler: Sampler, sampled: bool) -> Drafter:

@@ -9,6 +9,7 @@ from duoexp.identity import Comparison
 from duoexp.metrics import Decoding, Pair
 from duoexp.schedule import Round
 from duoexp.tasks import Prompt
+from duoexp.worker import Continuing, Worker
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,13 @@ class Results:
     answers: list[Answer] = field(default_factory=list)
     failed: list[dict[str, Any]] = field(default_factory=list)
     peak_memory: dict[str, Any] | None = None
-    draft_failure: str | None = None
+    draft_failure: dict[str, Any] | None = None  # where and why the drafter failed, when the run went on without it
+    error: str | None = None  # what ended the run
+
+    def note_failure(self, answer: Answer, worker: Worker) -> None:
+        """Remembers the first answer after which the drafter was found dead."""
+        if self.draft_failure is None and isinstance(worker, Continuing) and worker.failure is not None:
+            self.draft_failure = {"prompt": answer.prompt.id, "turn": answer.turn, "reason": worker.failure}
 
     def pairs(self) -> list[Pair]:
         return [answer.pair for answer in self.answers]
@@ -94,6 +101,7 @@ def summarize(about: dict[str, Any], results: Results, status: str) -> dict[str,
         "answers": len(pairs),
         "failed": results.failed,
         "draft_failure": results.draft_failure,
+        "error": results.error,
         "parted": results.of("tie") + results.of("different"),
         **{name: value for name, (value, _) in values.items()},
         "reasons": {name: why for name, (value, why) in values.items() if value is None},

@@ -4,14 +4,17 @@ import contextlib
 import logging
 import multiprocessing
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Protocol, TypeVar
 
+from duoexp.config import InputError
 from duoexp.drafters.base import Drafter
 from duoexp.tree import Draft
 
@@ -170,7 +173,7 @@ class Process:
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
         self._process = context.Process(target=_serve, args=(child, build, placed), name="duoexp-draft", daemon=True)
-        self._process.start()
+        _start(self._process)
         child.close()  # so that a dead child reads as the end of the pipe
         self._vocabulary = vocabulary
         self._question, self._sent = 0, list[int]()
@@ -251,6 +254,8 @@ class Process:
             message = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise self._death() from error
+        if isinstance(message, InputError):
+            raise message
         if isinstance(message, str):
             raise DraftFailed(f"the drafter raised in its process:\n{message}")
         return message
@@ -258,6 +263,21 @@ class Process:
     def _death(self) -> DraftFailed:
         self._process.join(10)
         return DraftFailed(f"the draft process ended by itself with exit code {self._process.exitcode}")
+
+
+def _start(process: BaseProcess) -> None:
+    """Starts a spawned process, from within any launcher, and deaf to interrupts from its first moment."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None  # what is ignored stays so in a child
+    # The child is told the parent's method, and does not know those that launchers bring, such as loky's.
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        process.start()
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+        if main:
+            signal.signal(signal.SIGINT, handler)
 
 
 def _serve(pipe: Connection, build: Callable[[], Drafter], placed: Callable[[], AbstractContextManager[None]]) -> None:
@@ -270,6 +290,8 @@ def _serve(pipe: Connection, build: Callable[[], Drafter], placed: Callable[[], 
             _answer_all(pipe, drafter)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
+    except InputError as error:
+        pipe.send(error)
     except BaseException:
         pipe.send(traceback.format_exc())
 

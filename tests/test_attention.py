@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from duoexp.hardware import _bf16_cpu
 from duoexp.lm.attention import SLOTS, attend, blocks
 from duoexp.lm.lean import LeanLM
+from duoexp.machine import bf16_cpu
 from duoexp.tree import Draft
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 32
@@ -42,7 +42,7 @@ def test_a_block_looks_at_as_many_slots_as_each_of_its_rows_would_alone() -> Non
                 assert alone.slots == block.slots
 
 
-@pytest.mark.skipif(not _bf16_cpu(), reason="without bfloat16 instructions the products depend on the width themselves")
+@pytest.mark.skipif(not bf16_cpu(), reason="without bfloat16 instructions the products depend on the width themselves")
 @pytest.mark.parametrize("groups", [1, 3])
 def test_a_chain_gets_the_same_bits_in_passes_of_any_width(groups: int) -> None:
     torch.manual_seed(0)

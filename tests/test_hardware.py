@@ -1,9 +1,7 @@
 """Where models run: what is chosen, what is refused, and that pinning does what it says."""
 
-import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +13,7 @@ import torch
 
 from duoexp import hardware
 from duoexp.config import HardwareConfig, InputError, SideConfig
-from duoexp.hardware import Hardware, Place, decide, describe, peak_memory, placed, reset_peak_memory
+from duoexp.hardware import Hardware, Place, decide, placed
 
 CONF = Path(__file__).parents[1] / "conf" / "hardware"
 two_cores = pytest.mark.skipif(
@@ -33,10 +31,10 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 0)
         monkeypatch.setattr(torch.version, "cuda", "12.8" if gpus else None)
-        monkeypatch.setattr(hardware, "_nvidia", lambda device: {"driver": "1", "used_bytes": used_bytes})
-        monkeypatch.setattr(hardware, "_bf16_cpu", lambda: bf16)
-        monkeypatch.setattr(hardware, "_physical", lambda core: (0, str(siblings[core] if siblings else core)))
-        monkeypatch.setattr(hardware, "_quota", lambda: None)
+        monkeypatch.setattr("duoexp.machine.in_use_bytes", lambda device: used_bytes)
+        monkeypatch.setattr("duoexp.machine.bf16_cpu", lambda: bf16)
+        monkeypatch.setattr("duoexp.machine.physical", lambda core: (0, str(siblings[core] if siblings else core)))
+        monkeypatch.setattr("duoexp.machine.quota", lambda: None)
         monkeypatch.setattr(os, "cpu_count", lambda: pytest.fail("os.cpu_count does not know the affinity mask"))
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores), raising=False)
 
@@ -163,14 +161,8 @@ def test_more_threads_than_cores_are_warned_of_by_the_mask(machine, caplog):
 
 def test_quota_of_a_container_is_warned_of(machine, monkeypatch, caplog):
     machine()
-    monkeypatch.setattr(hardware, "_quota", lambda: 1.5)
+    monkeypatch.setattr("duoexp.machine.quota", lambda: 1.5)
     assert any("1.5 of its 4 core" in note for note in chosen("cpu").notes)
-
-
-@pytest.mark.parametrize(("text", "cores"), [("150000 100000", 1.5), ("max 100000", None), (None, None)])
-def test_quota_is_read_as_cores(monkeypatch, text, cores):
-    monkeypatch.setattr(hardware, "_read", lambda path: text)
-    assert hardware._quota() == cores
 
 
 def test_once_one_side_is_pinned_the_other_has_the_rest(machine, caplog):
@@ -258,7 +250,7 @@ def test_gpu_that_is_not_there_or_lacks_a_dtype_is_refused(machine):
 def test_without_affinity_calls_nothing_is_pinned(machine, monkeypatch):
     machine()
     monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(hardware.psutil, "cpu_count", lambda: 5)
+    monkeypatch.setattr("psutil.cpu_count", lambda: 5)
     got = chosen("cpu_split", draft__cores=[1])
     assert (got.target.cores, got.draft.cores) == (None, None)
     assert (got.target.threads, got.draft.threads) == (3, 2)
@@ -331,106 +323,6 @@ def test_child_inherits_the_mask_which_is_why_both_sides_are_pinned_or_none():
     with placed(Place("cpu", "float32", 1, (first,))):
         child = subprocess.check_output([sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"])
     assert child.split() == [str(first).encode()]
-
-
-def test_description_is_strict_json_without_the_host_name():
-    got = describe()
-    text = json.dumps(got, allow_nan=False)
-    assert json.loads(text) == got
-    assert socket.gethostname() not in {word.strip('",') for word in text.split()}
-    assert got["threads"]["torch"] == torch.get_num_threads()
-    assert got["versions"]["torch"] == torch.__version__
-    if hasattr(os, "sched_getaffinity"):
-        assert got["cpu"]["cores"] == sorted(os.sched_getaffinity(0))
-
-
-def test_description_holds_what_a_gpu_is(machine, monkeypatch):
-    machine(gpus=1)
-
-    class Properties:
-        name, total_memory, major, minor = "NVIDIA H200", 150 * 10**9, 9, 0
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    (gpu,) = describe()["gpus"]
-    assert (gpu["device"], gpu["name"], gpu["capability"], gpu["driver"]) == ("cuda:0", "NVIDIA H200", "9.0", "1")
-
-
-def test_driver_is_that_of_the_gpu_of_the_same_uuid(monkeypatch):
-    class Properties:
-        uuid = "bbb"
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(hardware, "_output", lambda *command: "GPU-aaa, 570.1, 100\nGPU-bbb, 570.1, 2048")
-    assert hardware._nvidia("cuda:0") == {"driver": "570.1", "used_bytes": 2 * 2**30}
-    monkeypatch.setattr(hardware, "_output", lambda *command: None)
-    assert hardware._nvidia("cuda:0") == {"driver": None, "used_bytes": None}
-
-
-def test_tf32_is_read_under_either_of_its_names():
-    class Mixed:
-        fp32_precision = "tf32"
-
-        @property
-        def allow_tf32(self):
-            raise RuntimeError("mix of the legacy and new APIs")
-
-    assert hardware._tf32(Mixed())
-    assert not hardware._tf32(type("Old", (), {"allow_tf32": False}))
-
-
-def test_git_tells_commit_and_dirt_of_the_package_alone(tmp_path):
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    assert hardware._git(package)["commit"] is None and hardware._git(package)["reason"]
-
-    def git(*words: str) -> None:
-        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
-
-    git("init", "-q")
-    git("add", ".")
-    assert "no commit" in hardware._git(package)["reason"]
-    git("commit", "-qm", "first")
-    stranger = tmp_path / "stranger"  # inside a repository that does not hold it: an environment in a user's project
-    stranger.mkdir()
-    (stranger / "__init__.py").write_text("")
-    assert hardware._git(stranger)["commit"] is None
-    assert len(hardware._git(package)["commit"]) == 40 and hardware._git(package)["dirty"] is False
-    (tmp_path / "notes.txt").write_text("not of the package")
-    assert hardware._git(package)["dirty"] is False
-    (package / "__init__.py").write_text("x = 1")
-    assert hardware._git(package) == {**hardware._git(package), "dirty": True, "reason": None}
-
-
-@pytest.mark.skipif(not hardware._peak_resets(), reason="this system does not reset a process's peak")
-def test_peak_memory_is_each_jobs_own():
-    reset_peak_memory()
-    before = peak_memory()["rss_bytes"]
-    torch.ones(50_000_000).sum()  # 200 MB, given back to the system at once
-    peak = peak_memory()["rss_bytes"]
-    reset_peak_memory()
-    after = peak_memory()
-    assert peak - before > 180e6 and after["rss_bytes"] < peak - 100e6 and after["note"] is None
-
-
-def test_peak_memory_says_when_it_is_the_whole_lifes(monkeypatch, tmp_path):
-    monkeypatch.setattr(hardware, "CLEAR_REFS", tmp_path / "none")
-    reset_peak_memory()
-    got = peak_memory()
-    assert got["rss_bytes"] > 50e6 and "whole life" in got["note"]
-
-
-def test_peak_gpu_memory_is_reset_on_every_gpu(machine, monkeypatch):
-    machine(gpus=2)
-    peaks = {0: 5, 1: 7}
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", peaks.get)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.update({device: 0}))
-    assert peak_memory()["gpu_bytes"] == {"cuda:0": 5, "cuda:1": 7}
-    reset_peak_memory()
-    assert peak_memory()["gpu_bytes"] == {"cuda:0": 0, "cuda:1": 0}
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert peak_memory()["gpu_bytes"] == {}
 
 
 @pytest.fixture(autouse=True)

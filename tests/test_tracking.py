@@ -284,7 +284,7 @@ def test_dead_service_costs_warnings_and_not_the_run_nor_the_next(tmp_path, said
     assert "did not take" in said()
     tracker.start(tmp_path, "group", "vanilla", {"word": "of-the-next"})
     tracker.finish({}, 0)
-    assert any(b"of-the-next" in data for data in written(tmp_path).values())
+    assert any(b"of-the-next" in data for data in written(tmp_path).values()), said()
 
 
 def test_folder_that_cannot_be_written_costs_a_warning_alone(tmp_path, said, monkeypatch):

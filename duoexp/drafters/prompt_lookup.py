@@ -11,9 +11,11 @@ class PromptLookup(Drafter):
     """Drafts the tokens behind the latest earlier occurrence of the context's last n tokens, the longest n first."""
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1) -> None:
-        if not 1 <= min_ngram <= max_ngram:
+        whole = isinstance(max_ngram, int) and isinstance(min_ngram, int)
+        if not whole or not 1 <= min_ngram <= max_ngram:
             raise InputError(
-                f"draft.drafter.min_ngram={min_ngram} and max_ngram={max_ngram}: give 1 <= min_ngram <= max_ngram"
+                f"draft.drafter.min_ngram={min_ngram!r} and max_ngram={max_ngram!r}: give whole numbers, "
+                "1 <= min_ngram <= max_ngram"
             )
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 

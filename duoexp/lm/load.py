@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -78,7 +79,7 @@ def load(model: Model, engine: str, device: str, dtype: str, vocabulary: int) ->
         return load_draft(folder, place, vocabulary, getattr(torch, dtype), model.tokenizer, device)
     transformers_logging.set_verbosity_error()  # it reports the layers left out of a stand-in as unexpected weights
     transformers_logging.disable_progress_bar()
-    weights = _reached(
+    loaded: Any = _reached(
         model.source,
         lambda: AutoModelForCausalLM.from_pretrained(
             model.checkpoint.path,
@@ -87,15 +88,31 @@ def load(model: Model, engine: str, device: str, dtype: str, vocabulary: int) ->
             dtype=getattr(torch, dtype),
             use_safetensors=True,
             trust_remote_code=model.trust_remote_code,
+            ignore_mismatched_sizes=True,  # reported instead, and refused below
+            output_loading_info=True,
         ),
     )
-    weights.to(device)  # type: ignore[arg-type]  # a wrapper hides its types
+    weights, report = loaded
+    _check_whole(model.source, report)
+    weights.to(device)
     if model.checkpoint.bits is not None:
         return self_draft(weights, vocabulary, model.checkpoint.bits)
     fits = device == "cpu" and isinstance(weights, FAMILY)
     if engine == "lean" or (engine == "auto" and fits):
         return LeanLM.from_model(weights, vocabulary, width_invariant=device == "cpu")
     return TransformersLM(weights, vocabulary)
+
+
+def _check_whole(source: str, report: dict[str, Any]) -> None:
+    """What a checkpoint lacks would be drawn by chance, anew in each process."""
+    if lacking := sorted(report["missing_keys"]):
+        raise InputError(f"model {source!r} lacks {len(lacking)} of its weights, {lacking[0]} first; give a whole one")
+    if wrong := sorted(report["mismatched_keys"]):
+        name, found, wanted = wrong[0]
+        raise InputError(
+            f"model {source!r} holds {name} of shape {tuple(found)} where its config says {tuple(wanted)}; "
+            "give config and weights that belong together"
+        )
 
 
 def eos_ids(model: Model) -> frozenset[int]:
@@ -140,7 +157,7 @@ def _difference(target: Model, draft: Model) -> str | None:
 def _reached(source: str, call: Callable[[], T]) -> T:
     try:
         return call()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the latter two: weights that don't fit
         reason = " ".join(str(error).split())
         raise InputError(
             f"model {source!r} cannot be loaded ({reason}); check its name and revision, that you may read it "
