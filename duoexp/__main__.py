@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from duoexp.config import register
+from duoexp.config import InputError, register
 from duoexp.errors import is_input, is_told, sentence
 
 _HERE = Path(__file__).parent
@@ -53,9 +53,9 @@ def main() -> None:
         launch()
     except KeyboardInterrupt:
         sys.exit(130)
-    except OSError as error:  # a run tells its own in a sentence; this one comes of the folder of a sweep
-        sys.exit(f"error: {error.filename} cannot be made ({error.strerror}); give another output_dir")
     except Exception as error:
+        if isinstance(error, OSError) and error.filename:  # a run tells its own; this comes of the folder of a sweep
+            error = InputError(f"{error.filename} cannot be made ({error.strerror}); give another output_dir")
         if not is_input(error):
             raise
         _failed.append(("", error))

@@ -169,7 +169,7 @@ def _loaded(plan: Plan, results: Results) -> Iterator[tuple[Engine, Method, Meth
         engine = Engine(target, plan.target.tokenizer, config.model.template, config.sampling, plan.sampler, eos)
         worker.ready()
         method = Method(SCHEDULES[config.draft.schedule], worker, RULES[config.draft.rule], config.draft.budget)
-        baseline = Method(serial, Inline(Drafter()), match, 0)
+        baseline = Method(serial, Inline(Drafter(), plan.target.tokens), match, 0)
         _warm_up(engine, (baseline, method), plan.target.source)
         yield engine, baseline, method
         draft = None if worker.pid is None else machine.peak_memory_of(worker.pid)
@@ -198,7 +198,7 @@ def _worker(plan: Plan) -> Worker:
     weights = partial(load, draft, engine, place.device, place.dtype, vocabulary) if draft else None
     build = partial(_started, plan.drafter, weights, plan.sampler, sampled)
     if plan.hardware.worker == "inline":
-        return Inline(build())
+        return Inline(build(), plan.target.tokens)
     return Process(build, partial(placed, place), plan.target.tokens)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from duoexp.sampling import Sampler
@@ -65,7 +66,7 @@ def _first_accepted(draft: Draft, node: int, p: Tensor, sampler: Sampler, positi
         token = draft.tokens[child]
         q = torch.zeros_like(p).index_fill(0, torch.tensor([token], device=p.device), 1.0)
         if draft.probs is not None:
-            q = draft.probs[child].to(p)
+            q = F.pad(draft.probs[child].to(p), (0, len(p) - draft.probs.shape[1]))  # a draft may know fewer ids
         q = _normalised(q.index_fill(0, torch.tensor(tried, dtype=torch.long, device=p.device), 0.0), q)
         if sampler.uniform(position, trial) * float(q[token]) < float(p[token]):  # u < p / q
             return child, p

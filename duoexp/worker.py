@@ -71,8 +71,8 @@ class Inline:
 
     pid: int | None = None
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
+    def __init__(self, drafter: Drafter, vocabulary: int) -> None:
+        self.drafter, self._vocabulary = drafter, vocabulary
         self._work = Work()
 
     def ready(self) -> None:
@@ -84,11 +84,17 @@ class Inline:
     def answer(self, at_least: int | None = None) -> Draft:
         context, pending, budget = self._question
         draft, begun = pending, time.perf_counter()
-        wanted = len(pending) + (budget if at_least is None else at_least)
         steps = self.drafter.propose(context, pending, budget)
-        while len(draft) < wanted and (step := next(steps, None)) is not None:
+        while at_least is None or len(draft) < len(pending) + at_least:
+            try:
+                step = next(steps, None)
+            except Exception as error:
+                raise DraftFailed(f"the drafter raised:\n{traceback.format_exc()}") from error
+            if step is None:
+                break
             self._work.spans.append((begun, begun := time.perf_counter()))
             draft = step
+        _check_ids(draft.tokens[len(pending) :], self._vocabulary)
         self._work.tokens += len(draft) - len(pending)
         return draft
 
@@ -194,13 +200,12 @@ class Process:
         known = len(self._sent) if list(context[: len(self._sent)]) == self._sent else 0
         self._sent = list(context)
         self._pending = self._draft = pending
-        self._budget, self._whole = budget, False
+        self._whole = False
         bare = Draft(pending.tokens, pending.parents)  # q stays here: the child has no use for it
         self._send((self._question, known, self._sent[known:], bare, budget))
 
     def answer(self, at_least: int | None = None) -> Draft:
-        wanted = len(self._pending) + (self._budget if at_least is None else at_least)
-        while not self._whole and len(self._draft) < wanted:
+        while not self._whole and (at_least is None or len(self._draft) < len(self._pending) + at_least):
             message = self._receive()
             if self._take(message):
                 self._work.message_s += time.perf_counter() - message.sent
@@ -237,9 +242,7 @@ class Process:
         self._work.spans += message.spans
         if message.question != self._question:
             return False
-        strange = [token for token in message.part.tokens if not 0 <= token < self._vocabulary]
-        if strange:
-            raise DraftFailed(f"the drafter proposed id {strange[0]}, but the vocabulary has {self._vocabulary} ids")
+        _check_ids(message.part.tokens, self._vocabulary)
         self._draft, self._whole = self._draft.join(message.part), message.last
         return True
 
@@ -263,6 +266,13 @@ class Process:
     def _death(self) -> DraftFailed:
         self._process.join(10)
         return DraftFailed(f"the draft process ended by itself with exit code {self._process.exitcode}")
+
+
+def _check_ids(tokens: Sequence[int], vocabulary: int) -> None:
+    """An id that the target has not would stop it in the middle of a pass."""
+    strange = [token for token in tokens if not 0 <= token < vocabulary]
+    if strange:
+        raise DraftFailed(f"the drafter proposed id {strange[0]}, but the vocabulary has {vocabulary} ids")
 
 
 def _start(process: BaseProcess) -> None:

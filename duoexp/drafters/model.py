@@ -73,10 +73,12 @@ class _ModelRow:
 
     def best(self, count: int = 1) -> list[int]:
         scores = self.drafter.sampler.scores(self.logits, self.position)
+        first = int(scores.argmax())  # of equal scores the same as the target's; topk has its own way with them
         if count == 1:
-            return [int(scores.argmax())]
+            return [first]
         values, tokens = scores.topk(min(count, len(scores)))
-        return tokens[values > -torch.inf].tolist()  # never one that top-k or top-p excludes
+        allowed = tokens[values > -torch.inf].tolist()  # by top-k and top-p
+        return [first, *(token for token in allowed if token != first)][:count]
 
     def grow(self, draft: Draft, node: int, count: int = 1) -> Draft:
         q = self.drafter.sampler.probs(self.logits).cpu() if self.drafter.sampled else None

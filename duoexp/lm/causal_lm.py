@@ -87,7 +87,7 @@ class CachedLM(ABC):
             read -= 1
             slots.pop()
         kept: dict[int, int] = {}
-        if read == len(context):
+        if read == len(context) >= len(self._context):  # else the old tree hangs from a place further on
             was = {-1: node}
             for new, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
                 old = self._draft.child(was[parent], token) if parent in was else None

@@ -1,0 +1,140 @@
+"""What the tests share: no network, one thread, a cache of their own, and a tiny pair of models."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, here and in every process that a test starts
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+CONF = Path(__file__).parent.parent / "conf"
+DRAFTS = sorted(path.stem for path in (CONF / "draft").glob("*.yaml"))
+TEMPERATURES = (0.0, 0.8)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def closed() -> Iterator[None]:
+    """No connection but to a socket of this machine's file system, as W&B's own service has one."""
+    connect = socket.socket.connect
+
+    def checked(self: socket.socket, address: Any) -> None:
+        assert self.family == socket.AF_UNIX, f"a test asked for the network: {address}"
+        connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", checked)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Random models are written once, and not into the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DUOEXP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def composed(*overrides: str) -> Any:
+    """The config of a command line: the tiny pair on one core, one process and in float32, unless told otherwise."""
+    from hydra import compose, initialize_config_dir
+
+    from duoexp.config import register
+
+    register()
+    tiny = ["model=tiny", "hardware=cpu", "tracker=none", "task=prompt", "task.text=a"]
+    sides = [f"hardware.{side}.{key}" for side in ("target", "draft") for key in ("dtype=float32", "threads=1")]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", overrides=[*tiny, *sides, *overrides])
+
+
+@cache
+def planned(*overrides: str) -> Any:
+    """`runner.prepare` of such a config."""
+    from duoexp.runner import prepare
+
+    return prepare(composed(*overrides), CONF / "hardware")
+
+
+def loaded(model: Any, engine: str = "auto", dtype: str = "float32") -> Any:
+    """A model of a plan, as the runner loads it."""
+    from duoexp.lm.load import load
+
+    return load(model, engine, "cpu", dtype, model.tokens)
+
+
+@cache
+def target_of(*overrides: str) -> Any:
+    """The target of such a config."""
+    plan = planned(*overrides)
+    return loaded(plan.target, plan.config.model.engine, plan.hardware.target.dtype)
+
+
+@cache
+def inline(*overrides: str, **sampling: Any) -> Any:
+    """The method of such a config, its drafter started in this process. sampling: a cheap way to change it."""
+    from duoexp.engine import Method
+    from duoexp.runner import _worker
+    from duoexp.sampling import Sampler
+    from duoexp.schedule import SCHEDULES
+    from duoexp.verify import RULES
+
+    plan = planned(*overrides)
+    draft = plan.config.draft
+    worker = _worker(replace(plan, drafter=deepcopy(plan.drafter), sampler=Sampler(**sampling)))
+    return Method(SCHEDULES[draft.schedule], worker, RULES[draft.rule], draft.budget)
+
+
+def engine(
+    target: Any = None, *, limit: int = 31, eos: Iterable[int] = (), stop: Sequence[str] = (), **sampling: Any
+) -> Any:
+    """An engine over the tiny target, which ends at no EOS unless told."""
+    from duoexp.config import SamplingConfig
+    from duoexp.engine import Engine
+    from duoexp.sampling import Sampler
+
+    settings = SamplingConfig(max_new_tokens=limit, stop=list(stop))
+    tokenizer = planned().target.tokenizer
+    return Engine(target or target_of(), tokenizer, "plain", settings, Sampler(**sampling), frozenset(eos))
+
+
+@cache
+def autoregressive() -> Any:
+    """Decoding with the target alone."""
+    from duoexp.drafters import Drafter
+    from duoexp.engine import Method
+    from duoexp.schedule import serial
+    from duoexp.verify import match
+    from duoexp.worker import Inline
+
+    return Method(serial, Inline(Drafter(), 259), match, 0)
+
+
+_EXPECTED: dict[Any, Any] = {}
+
+
+def expected(ours: Any, prompt: Sequence[int]) -> Any:
+    """The autoregressive answer, decoded once for all tests that ask the same."""
+    key = (id(ours.target), ours.sampler, ours.settings.max_new_tokens, *ours.settings.stop, ours.eos, tuple(prompt))
+    if key not in _EXPECTED:
+        _EXPECTED[key] = (ours, ours.decode(autoregressive(), prompt))  # with its engine, so that the id stays its own
+    return _EXPECTED[key][1]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """BOS and random bytes, `length` ids in all."""
+    ids = torch.randint(256, (length - 1,), generator=torch.Generator().manual_seed(seed))
+    return [256, *ids.tolist()]
