@@ -161,9 +161,10 @@ class Listening:
 
     def start(self, folder: Path, group: str, job_type: str, config: dict[str, Any]) -> None:
         self.heard.append(("start", group, job_type))
+        self.folder = folder
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        self.heard.append(("log", step))
+        self.heard.append(("log", step, len(lines(self.folder / "prompts.jsonl"))))
         if step == self.interrupts_at:
             raise KeyboardInterrupt
 
@@ -177,11 +178,11 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield "tracker.tracker._target_=test_run.Listening"
 
 
-def test_the_tracker_hears_of_every_prompt_and_of_the_end(
+def test_the_tracker_hears_of_every_answer_when_it_is_on_disk_and_of_the_end(
     here: Path, monkeypatch: pytest.MonkeyPatch, listening: str
 ) -> None:
     assert main(monkeypatch, *SHORT, listening, "draft=vanilla") == 0
-    steps = [("log", step + 1) for step in range(summary_of(here)["answers"])]
+    steps = [("log", step + 1, step + 1) for step in range(summary_of(here)["answers"])]
     assert Listening.heard == [("start", "default", "vanilla"), *steps, ("finish", "finished", 0)]
 
 
@@ -190,7 +191,7 @@ def test_an_interrupted_run_is_readable_up_to_its_last_prompt(
 ) -> None:
     monkeypatch.setattr(Listening, "interrupts_at", 2)
     assert main(monkeypatch, *SHORT, listening, "task.limit=4") == 130
-    assert Listening.heard[-2:] == [("log", 2), ("finish", "interrupted", 1)]
+    assert Listening.heard[-2:] == [("log", 2, 2), ("finish", "interrupted", 1)]
     summary = summary_of(here)
     assert summary["status"] == "interrupted" and summary["answers"] == 2
     prompts, rounds = (lines(folder_of(here) / f"{name}.jsonl") for name in ("prompts", "rounds"))
