@@ -285,7 +285,7 @@ def test_at_a_temperature_the_tie_is_between_scores_with_their_noise(shift: floa
     assert found.gap == pytest.approx(abs(shift), abs=0.04)
 
 
-@pytest.mark.parametrize(("top_p", "kind"), [(0.766, "tie"), (0.757, "tie"), (0.7, "different"), (0.85, "different")])
+@pytest.mark.parametrize(("top_p", "kind"), [(0.766, "tie"), (0.745, "tie"), (0.7, "different"), (0.85, "different")])
 def test_a_token_at_the_edge_of_top_p_may_come_and_go(top_p: float, kind: str) -> None:
     """Two likelier tokens hold 0.766 of the mass, so at a top_p like that rounding alone can let the third one in."""
     target, sampler = Fixed([0.5, 0.5, 0.0, -5.0], torch.bfloat16), Sampler(1.0, top_p=top_p)
