@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duoexp.sampling import Sampler
+from duoexp.sampling import DRAFT, Sampler
 from duoexp.tree import Draft
 
 
@@ -53,8 +53,11 @@ def rejection(draft: Draft, logits: Tensor, sampler: Sampler, position: int) -> 
         place = position + len(tokens)
         child, left = _first_accepted(draft, node, sampler.probs(logits[node + 1]), sampler, place)
         if child is None:
-            tokens.append(sampler.draw(left, place))
-            return Verdict(tuple(tokens), node, rejected=bool(draft.children(node)))
+            rejected = bool(draft.children(node))
+            # Behind a leaf nothing was tested against the draft's noise for this place. With it the target's own token
+            # is as exact a sample, and meets the first tokens that are being drafted for the same place more often.
+            tokens.append((sampler if rejected else sampler.on(DRAFT)).draw(left, place))
+            return Verdict(tuple(tokens), node, rejected)
         tokens.append(draft.tokens[child])
         node = child
 

@@ -183,7 +183,8 @@ class Process:
         child.close()  # so that a dead child reads as the end of the pipe
         self._vocabulary = vocabulary
         self._question, self._sent = 0, list[int]()
-        self._pending, self._draft, self._whole = Draft(), Draft(), True
+        self._pending, self._draft = Draft(), Draft()
+        self._asked, self._whole = False, True
         self._work = Work()
 
     @property
@@ -200,17 +201,21 @@ class Process:
         known = len(self._sent) if list(context[: len(self._sent)]) == self._sent else 0
         self._sent = list(context)
         self._pending = self._draft = pending
-        self._whole = False
+        self._asked, self._whole = budget > 0, False
         bare = Draft(pending.tokens, pending.parents)  # q stays here: the child has no use for it
         self._send((self._question, known, self._sent[known:], bare, budget))
 
     def answer(self, at_least: int | None = None) -> Draft:
+        if self._asked:  # else there is nothing to wait for
+            self._wait(at_least)
+        return self._draft
+
+    def _wait(self, at_least: int | None) -> None:
         while not self._whole and (at_least is None or len(self._draft) < len(self._pending) + at_least):
             message = self._receive()
             if self._take(message):
                 self._work.message_s += time.perf_counter() - message.sent
         self._drain()
-        return self._draft
 
     def work(self) -> Work:
         work, self._work = self._work, Work()
@@ -218,7 +223,7 @@ class Process:
 
     def rest(self) -> Work:
         self.ask([], Draft(), 0)
-        self.answer()
+        self._wait(None)
         return self.work()
 
     def close(self) -> None:
