@@ -89,7 +89,7 @@ class SamplingConfig:
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
     seed: int = 0
-    max_new_tokens: int = 128
+    max_new_tokens: int = 64
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
 

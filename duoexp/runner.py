@@ -19,7 +19,7 @@ from duoexp.errors import sentence
 from duoexp.hardware import Hardware, decide, placed
 from duoexp.identity import compare
 from duoexp.lm.causal_lm import CausalLM
-from duoexp.lm.load import Model, describe, eos_ids, load, shared_vocabulary
+from duoexp.lm.load import Model, check_vocabulary, describe, eos_ids, load
 from duoexp.lm.sources import resolve
 from duoexp.metrics import Pair, block_efficiency, speedup, tokens_per_s
 from duoexp.record import Record
@@ -150,7 +150,7 @@ def _drafter(config: Config) -> Drafter:
 
 def _check_vocabulary(config: Config, target: Model, draft: Model, notes: list[str]) -> None:
     if config.model.vocabulary != "off":
-        shared_vocabulary(target, draft, notes.append if config.model.vocabulary == "warn" else None)
+        check_vocabulary(target, draft, notes.append if config.model.vocabulary == "warn" else None)
 
 
 @contextmanager

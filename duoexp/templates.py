@@ -57,7 +57,7 @@ def encode(
     """
     text = render(tokenizer, template, prompt, answers)
     ids: list[int] = list(tokenizer.encode(text, add_special_tokens=False))
-    bos = _own_bos(tokenizer)
+    bos = own_bos(tokenizer)
     if bos is not None and ids[:1] != [bos]:
         ids = [bos, *ids]
     if not ids:
@@ -103,7 +103,7 @@ def _vicuna(tokenizer: "PreTrainedTokenizerBase", asked: Sequence[str], answers:
     return f"{VICUNA_SYSTEM} {said}USER: {asked[-1]} ASSISTANT:"
 
 
-def _own_bos(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+def own_bos(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     """The BOS that the tokenizer puts before a text; some name a BOS and never do."""
     bos = tokenizer.bos_token_id
     return bos if bos is not None and list(tokenizer.encode(""))[:1] == [bos] else None
@@ -116,5 +116,5 @@ def template_hash(tokenizer: "PreTrainedTokenizerBase", template: str) -> str:
     """
     probes = [Prompt("", kind, ("a", "b"), None) for kind in KINDS]
     texts = [render(tokenizer, template, probe, answers) for probe in probes for answers in ((), ("c",))]
-    record = json.dumps([_own_bos(tokenizer) is not None, texts])
+    record = json.dumps([own_bos(tokenizer) is not None, texts])
     return hashlib.sha256(record.encode()).hexdigest()[:16]

@@ -73,7 +73,7 @@ class Frame:
         text = templates.render(tokenizer, template, Prompt("", "prompt", (MARK,), None), ())
         before, _, after = text.partition(MARK)
         header = tokenizer.encode(before, add_special_tokens=False) if before else []
-        bos = templates._own_bos(tokenizer)
+        bos = templates.own_bos(tokenizer)
         header = header if bos is None or header[:1] == [bos] else [bos, *header]
         return cls(header, tokenizer.encode(after, add_special_tokens=False) if after else [], template)
 

@@ -128,20 +128,19 @@ def eos_ids(model: Model) -> frozenset[int]:
     return frozenset(eos for ids in lists for eos in ids)
 
 
-def shared_vocabulary(target: Model, draft: Model, warn: Callable[[str], None] | None = None) -> int:
-    """The number of ids of both. Raises InputError where the vocabularies differ, or tells `warn` when there is one.
+def check_vocabulary(target: Model, draft: Model, warn: Callable[[str], None] | None = None) -> None:
+    """Raises InputError where the two vocabularies differ, or tells `warn` when there is one.
 
     Rows that pad a model beyond its tokenizer do not count.
     """
     difference = _difference(target, draft)
-    if difference:
-        if warn is None:
-            raise InputError(
-                f"model.draft={draft.source!r} and model.target={target.source!r} differ in vocabulary: {difference}; "
-                "choose a draft of the same family, or set model.vocabulary=warn to draft with it all the same"
-            )
+    if difference and warn is None:
+        raise InputError(
+            f"model.draft={draft.source!r} and model.target={target.source!r} differ in vocabulary: {difference}; "
+            "choose a draft of the same family, or set model.vocabulary=warn to draft with it all the same"
+        )
+    if difference and warn is not None:
         warn(f"the two vocabularies differ: {difference}")
-    return min(target.tokens, draft.tokens)
 
 
 def _difference(target: Model, draft: Model) -> str | None:
