@@ -11,7 +11,7 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from duoexp import machine, report, tasks, templates
+from duoexp import machine, tasks, templates, terminal
 from duoexp.config import Config, InputError, check, check_keys
 from duoexp.drafters import Drafter
 from duoexp.engine import Engine, Method
@@ -77,7 +77,7 @@ def run(cfg: DictConfig, profiles: Path) -> dict[str, Any]:
     """
     plan = prepare(cfg, profiles)
     record, results, status = Record(plan.config.output_dir, plan.config.name, plan.resolved), Results(), "failed"
-    about, shown = plan.about(), report.console()
+    about, shown = plan.about(), terminal.console()
     try:
         description = machine.describe()
         record.write("machine.json", description)
@@ -85,7 +85,7 @@ def run(cfg: DictConfig, profiles: Path) -> dict[str, Any]:
         with _loaded(plan, results) as (engine, baseline, method):
             description["threads"] |= machine.describe()["threads"]  # in force from here on
             record.write("machine.json", description)
-            with report.Progress(shown, len(plan.prompts)) as progress:
+            with terminal.Progress(shown, len(plan.prompts)) as progress:
                 for done, prompt in enumerate(plan.prompts, start=1):
                     for answer in _turns(engine, baseline, method, prompt, results):
                         _keep(record, plan.tracker, engine, answer, len(results.answers))
@@ -104,7 +104,7 @@ def run(cfg: DictConfig, profiles: Path) -> dict[str, Any]:
         record.write("summary.json", summary)
         plan.tracker.finish(summary, 0 if status == "finished" and not _fault(summary) else 1)
         record.close()
-    report.show(shown, summary, results, str(record.folder))
+    terminal.show(shown, summary, results, str(record.folder))
     if fault := _fault(summary):
         raise RunFailed(fault)
     return summary
@@ -268,7 +268,7 @@ def _keep(record: Record, tracker: Tracker, engine: Engine, answer: Answer, step
 def _fault(summary: dict[str, Any]) -> str | None:
     """Why the result does not stand, if it does not."""
     if summary["identical"] is False:
-        return report.verdict(summary)
+        return terminal.verdict(summary)
     if not summary["answers"]:
         return f"none of the {len(summary['failed'])} prompts could be run"
     return None

@@ -1,4 +1,4 @@
-"""What a person sees: the progress of a run, and its table."""
+"""What a person sees of one run: its progress, and its table."""
 
 from collections import defaultdict
 from collections.abc import Sequence
