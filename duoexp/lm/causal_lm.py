@@ -75,7 +75,7 @@ class CachedLM(ABC):
 
     def _align(self, context: list[int], draft: Draft, rows: Sequence[int]) -> int:
         """Keeps in the cache what it shares with `context` and `draft`; returns how much of the context that is."""
-        read = _shared(context, self._context)
+        read = shared(context, self._context)
         slots, node = list(range(read)), -1
         while len(self._context) <= read < len(context):  # the context went on along the draft
             child = self._draft.child(node, context[read])
@@ -132,7 +132,7 @@ def _needed(draft: Draft, rows: Sequence[int]) -> list[int]:
     return sorted(nodes)
 
 
-def _shared(left: list[int], right: list[int]) -> int:
+def shared(left: list[int], right: list[int]) -> int:
     """How many tokens the two begin with in common."""
     shortest = min(len(left), len(right))
     if left[:shortest] == right[:shortest]:
