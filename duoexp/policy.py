@@ -8,6 +8,7 @@ from torch import Tensor
 
 from duoexp.config import InputError
 from duoexp.tree import Draft
+from duoexp.verify import Verdict
 
 
 class Row(Protocol):
@@ -34,13 +35,21 @@ class DraftModel(Protocol):
 
 
 class Policy(Protocol):
+    observes: bool = False  # whether `observe` is to be called
+
     def grow(self, model: DraftModel, budget: int) -> Iterator[Draft]:
         """The draft so far, after each forward pass; at most `budget` >= 1 nodes."""
         ...
 
+    def observe(self, draft: Draft, verdict: Verdict) -> None:
+        """What the target made of the last draft."""
+
+    def clear(self) -> None:
+        """Forgets the prompt."""
+
 
 @dataclass(frozen=True)
-class Chain:
+class Chain(Policy):
     """One sequence: vanilla speculative decoding, PEARL, and DuoDecoding with k = 1."""
 
     def grow(self, model: DraftModel, budget: int) -> Iterator[Draft]:
@@ -51,8 +60,43 @@ class Chain:
             yield draft
 
 
+class Adaptive(Policy):
+    """One sequence whose length follows its success: 2 tokens more after a draft that was accepted whole, one less
+    after any other; and it ends behind a token that the draft model holds for less likely than `confidence`.
+
+    The schedule of transformers' assisted generation (`heuristic_transient`, `assistant_confidence_threshold`), which
+    Spec-Bench (2401.07851) measures as SpS. `start`: the length for a new prompt. The budget is the longest.
+    """
+
+    observes = True
+
+    def __init__(self, start: int = 5, confidence: float = 0.4) -> None:
+        if not isinstance(start, int) or start < 1:
+            raise InputError(f"draft.policy.start={start!r} is no length; give 1 or more")
+        if not 0 <= confidence <= 1:
+            raise InputError(f"draft.policy.confidence={confidence!r} is no probability; give 0 (never stop) to 1")
+        self.start, self.confidence = start, confidence
+        self.length = start
+
+    def grow(self, model: DraftModel, budget: int) -> Iterator[Draft]:
+        draft, sure = Draft(), True
+        while sure and len(draft) < min(self.length, budget):
+            [row] = model.after(draft, [len(draft) - 1])
+            draft = row.grow(draft, len(draft) - 1)
+            # The unlikely token stays: under `rejection`, to drop what was drawn would change the distribution.
+            sure = float(row.probs[draft.tokens[-1]]) >= self.confidence
+            yield draft
+
+    def observe(self, draft: Draft, verdict: Verdict) -> None:
+        if draft:
+            self.length = max(1, self.length - 1 if verdict.rejected else self.length + 2)
+
+    def clear(self) -> None:
+        self.length = self.start
+
+
 @dataclass(frozen=True)
-class FixedK:
+class FixedK(Policy):
     """k sequences from the k best first tokens, which share the budget (DuoDecoding with a fixed k)."""
 
     k: int = 4
@@ -70,7 +114,7 @@ class FixedK:
 
 
 @dataclass(frozen=True)
-class Dynamic:
+class Dynamic(Policy):
     """DuoDecoding's dynamic multi-sequence drafting (2503.00784, figure 2).
 
     p(i, j) is the probability of the j-th ranked token at draft position i, and theta = p(1, 1) p(2, 1): the chance

@@ -199,7 +199,7 @@ def _worker(plan: Plan) -> Worker:
     build = partial(_started, plan.drafter, weights, plan.sampler, sampled)
     if plan.hardware.worker == "inline":
         return Inline(build(), plan.target.tokens)
-    return Process(build, partial(placed, place), plan.target.tokens)
+    return Process(build, partial(placed, place), plan.target.tokens, plan.drafter.observes)
 
 
 def _started(drafter: Drafter, weights: Callable[[], CausalLM] | None, sampler: Sampler, sampled: bool) -> Drafter:

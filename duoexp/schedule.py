@@ -69,13 +69,15 @@ def serial(
     context, pending, wait_s = list(prompt), Draft(), 0.0
     while True:
         start = time.perf_counter()
-        verdict = rule(pending, target.logits(context, pending), sampler, len(context))
+        logits = target.logits(context, pending)
+        verdict = rule(pending, logits, sampler, len(context))
         yield _round(stop, verdict, pending, _Arrival(None, len(pending.leaves()), wait_s), start, worker.work())
         if stop.reason:
             return
         context += verdict.tokens
         start = time.perf_counter()
-        worker.ask(context, Draft(), min(budget, stop.left - 1))
+        worker.observe(pending, verdict, logits)
+        worker.ask(context, Draft(), budget, stop.left - 1)
         pending = worker.answer()
         wait_s = time.perf_counter() - start
 
@@ -90,9 +92,10 @@ def overlapped(
     """
     context, pending, arrival = list(prompt), Draft(), _Arrival()
     while True:
-        worker.ask(context, pending, max(0, min(budget, stop.left - 1 - len(pending))))
+        worker.ask(context, pending, budget, stop.left - 1)
         start = time.perf_counter()
-        verdict = rule(pending, target.logits(context, pending), sampler, len(context))
+        logits = target.logits(context, pending)
+        verdict = rule(pending, logits, sampler, len(context))
         yield _round(stop, verdict, pending, arrival, start, worker.work())
         if stop.reason:
             return
@@ -100,6 +103,7 @@ def overlapped(
         start = time.perf_counter()
         ahead = worker.answer(at_least=0 if verdict.rejected else None)
         arrival = _arrival(ahead, len(pending), verdict, time.perf_counter() - start)
+        worker.observe(pending, verdict, logits)
         pending = ahead.after(verdict.tokens)
 
 

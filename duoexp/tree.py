@@ -70,6 +70,10 @@ class Draft:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
 
+    def depth(self, node: int) -> int:
+        """How far `node` is from the end of the context, which as node -1 is at 0."""
+        return len(self.path(node))
+
     def tip(self) -> int:
         """The end of the first sequence, which is the likeliest: first children all the way; -1 when there is none."""
         node = -1

@@ -14,9 +14,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Protocol, TypeVar
 
+from torch import Tensor
+
 from duoexp.config import InputError
 from duoexp.drafters.base import Drafter
 from duoexp.tree import Draft
+from duoexp.verify import Verdict
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -47,8 +50,15 @@ class Worker(Protocol):
         """Waits until the drafter can be asked."""
         ...
 
-    def ask(self, context: Sequence[int], pending: Draft, budget: int) -> None:
-        """Puts a question, which supersedes the one under way; returns at once."""
+    def ask(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> None:
+        """Puts a question, in the terms of `Drafter.propose`, which supersedes the one under way; returns at once."""
+        ...
+
+    def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
+        """Tells the drafter, before the next question, what the target's pass over `draft` brought, if it wants that.
+
+        logits [nodes + 1, vocabulary]: row 0 behind the context, row i + 1 behind node i.
+        """
         ...
 
     def answer(self, at_least: int | None = None) -> Draft:
@@ -78,13 +88,17 @@ class Inline:
     def ready(self) -> None:
         pass
 
-    def ask(self, context: Sequence[int], pending: Draft, budget: int) -> None:
-        self._question = (list(context), pending, budget)
+    def ask(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> None:
+        self._question = (list(context), pending, budget, depth)
+
+    def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
+        if self.drafter.observes:
+            self.drafter.observe(draft, verdict, logits.argmax(-1).tolist())
 
     def answer(self, at_least: int | None = None) -> Draft:
-        context, pending, budget = self._question
+        context, pending, budget, depth = self._question
         draft, begun = pending, time.perf_counter()
-        steps = self.drafter.propose(context, pending, budget)
+        steps = self.drafter.propose(context, pending, budget, depth)
         while at_least is None or len(draft) < len(pending) + at_least:
             try:
                 step = next(steps, None)
@@ -125,9 +139,12 @@ class Continuing:
     def ready(self) -> None:
         self._try(lambda worker: worker.ready(), None)
 
-    def ask(self, context: Sequence[int], pending: Draft, budget: int) -> None:
+    def ask(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> None:
         self._pending = pending
-        self._try(lambda worker: worker.ask(context, pending, budget), None)
+        self._try(lambda worker: worker.ask(context, pending, budget, depth), None)
+
+    def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
+        self._try(lambda worker: worker.observe(draft, verdict, logits), None)
 
     def answer(self, at_least: int | None = None) -> Draft:
         return self._try(lambda worker: worker.answer(at_least), self._pending)
@@ -155,6 +172,9 @@ class Continuing:
             return otherwise
 
 
+_Observed = tuple[Draft, Verdict, list[int]] | None  # the arguments of `Drafter.observe`
+
+
 @dataclass(frozen=True)
 class _Answer:
     """News of a question: the nodes that were added, the steps that it took, and whether these were the last."""
@@ -169,19 +189,25 @@ class _Answer:
 class Process:
     """Drafts in a spawned process, while the target verifies.
 
-    build: makes the started drafter in the child; placed: pins the child, before anything is loaded.
+    build: makes the started drafter in the child; placed: pins the child, before anything is loaded; observes: of the
+    drafter. What it is to observe travels with the next question.
     Every step's news is sent as it happens, so taking what is there costs no round trip. The pipe blocks; nobody spins.
     """
 
     def __init__(
-        self, build: Callable[[], Drafter], placed: Callable[[], AbstractContextManager[None]], vocabulary: int
+        self,
+        build: Callable[[], Drafter],
+        placed: Callable[[], AbstractContextManager[None]],
+        vocabulary: int,
+        observes: bool = False,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
         self._process = context.Process(target=_serve, args=(child, build, placed), name="duoexp-draft", daemon=True)
         _start(self._process)
         child.close()  # so that a dead child reads as the end of the pipe
-        self._vocabulary = vocabulary
+        self._vocabulary, self._observes = vocabulary, observes
+        self._observed: _Observed = None
         self._question, self._sent = 0, list[int]()
         self._pending, self._draft = Draft(), Draft()
         self._asked, self._whole = False, True
@@ -195,15 +221,19 @@ class Process:
     def ready(self) -> None:
         self._receive()
 
-    def ask(self, context: Sequence[int], pending: Draft, budget: int) -> None:
+    def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
+        if self._observes:
+            self._observed = (_bare(draft), verdict, logits.argmax(-1).tolist())
+
+    def ask(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> None:
         self._drain()  # so that the child is never stuck in sending while it should read
         self._question += 1
         known = len(self._sent) if list(context[: len(self._sent)]) == self._sent else 0
         self._sent = list(context)
         self._pending = self._draft = pending
-        self._asked, self._whole = budget > 0, False
-        bare = Draft(pending.tokens, pending.parents)  # q stays here: the child has no use for it
-        self._send((self._question, known, self._sent[known:], bare, budget))
+        self._asked, self._whole = budget > 0 and depth != 0, False
+        observed, self._observed = self._observed, None
+        self._send((self._question, known, self._sent[known:], observed, (_bare(pending), budget, depth)))
 
     def answer(self, at_least: int | None = None) -> Draft:
         if self._asked:  # else there is nothing to wait for
@@ -273,6 +303,11 @@ class Process:
         return DraftFailed(f"the draft process ended by itself with exit code {self._process.exitcode}")
 
 
+def _bare(draft: Draft) -> Draft:
+    """Without q, for which a drafter has no use."""
+    return Draft(draft.tokens, draft.parents)
+
+
 def _check_ids(tokens: Sequence[int], vocabulary: int) -> None:
     """An id that the target has not would stop it in the middle of a pass."""
     strange = [token for token in tokens if not 0 <= token < vocabulary]
@@ -314,13 +349,15 @@ def _serve(pipe: Connection, build: Callable[[], Drafter], placed: Callable[[], 
 def _answer_all(pipe: Connection, drafter: Drafter) -> None:
     context: list[int] = []
     while (question := pipe.recv()) is not None:
-        number, known, news, pending, budget = question
+        number, known, news, observed, asked = question
         context = context[:known] + news
+        if observed:
+            drafter.observe(*observed)
         if context:
-            _answer(pipe, number, drafter.propose(context, pending, budget), pending)
+            _answer(pipe, number, drafter.propose(context, *asked), asked[0])
         else:
             drafter.clear()
-            _answer(pipe, number, iter(()), pending)
+            _answer(pipe, number, iter(()), asked[0])
 
 
 def _answer(pipe: Connection, number: int, steps: Iterator[Draft], pending: Draft) -> None:

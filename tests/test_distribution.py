@@ -164,8 +164,8 @@ class Broken(Drafter):
     inner: Drafter
     lie: Callable[[Draft], Draft]
 
-    def propose(self, context: Sequence[int], pending: Draft, budget: int) -> Iterator[Draft]:
-        for draft in self.inner.propose(context, pending, budget):
+    def propose(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> Iterator[Draft]:
+        for draft in self.inner.propose(context, pending, budget, depth):
             yield self.lie(draft)
 
     def clear(self) -> None:
@@ -188,8 +188,8 @@ class Greedy(Drafter):
     def __init__(self, policy: Policy, sampler: Sampler) -> None:
         self.lm, self.inner = OTHER, drafter_of(policy, replace(sampler, temperature=0.0))
 
-    def propose(self, context: Sequence[int], pending: Draft, budget: int) -> Iterator[Draft]:
-        for draft in self.inner.propose(context, pending, budget):
+    def propose(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> Iterator[Draft]:
+        for draft in self.inner.propose(context, pending, budget, depth):
             before = [context[-1] if parent < 0 else draft.tokens[parent] for parent in draft.parents]
             yield replace(draft, probs=self.lm.table.softmax(-1)[before])
 

@@ -114,8 +114,8 @@ class Switch(Drafter):
         for drafter, own in self.drafters:
             drafter.start(lambda: lm, own, sampled)
 
-    def propose(self, context: Sequence[int], pending: Draft, budget: int) -> Iterator[Draft]:
-        return self.drafters[context[0]][0].propose(context, pending, budget)
+    def propose(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> Iterator[Draft]:
+        return self.drafters[context[0]][0].propose(context, pending, budget, depth)
 
     def clear(self) -> None:
         for drafter, _ in self.drafters:
@@ -408,7 +408,7 @@ def test_padded_rows_of_either_model_are_never_said(temperature: float) -> None:
 class Strange(Drafter):
     """Proposes an id that no vocabulary has."""
 
-    def propose(self, context: Sequence[int], pending: Draft, budget: int) -> Iterator[Draft]:
+    def propose(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> Iterator[Draft]:
         if budget:
             yield pending.hang(pending.tip(), Draft((5, 259), (-1, 0)))
 

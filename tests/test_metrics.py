@@ -168,8 +168,11 @@ class Ticking:
 
     def ready(self) -> None: ...
 
-    def ask(self, context: Sequence[int], pending: Draft, budget: int) -> None:
-        self.question = (pending, budget)
+    def ask(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> None:
+        assert depth is not None
+        self.question = (pending, min(budget, depth - len(pending)))
+
+    def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None: ...
 
     def answer(self, at_least: int | None = None) -> Draft:
         if at_least is None:

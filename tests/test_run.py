@@ -213,7 +213,7 @@ class Dying(Drafter):
 
     asked = 0
 
-    def propose(self, context: Sequence[int], pending: Draft, budget: int) -> Iterator[Draft]:
+    def propose(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> Iterator[Draft]:
         self.asked += 1
         if self.asked == 40:
             raise ValueError("the drafter's own fault")
@@ -345,6 +345,10 @@ REFUSED = [  # overrides; what the sentence must hold
     (["draft=fixed", "draft.policy.k=0"], ["draft.policy.k=0"]),
     (["draft.policy.max_sequences=0"], ["draft.policy.max_sequences=0"]),
     (["draft.policy.growth=slow"], ["draft.policy.growth='slow'", "batched", "serial"]),
+    (["draft=adaptive", "draft.policy.start=0"], ["draft.policy.start=0", "1 or more"]),
+    (["draft=adaptive", "draft.policy.confidence=40"], ["draft.policy.confidence=40"]),
+    (["draft=hybrid", "draft.drafter.model_budget=-1"], ["draft.drafter.model_budget=-1"]),
+    (["draft=prompt_lookup", "draft.drafter.max_ngram=0"], ["max_ngram=0", "1 <= min_ngram"]),
     (["draft=prompt_lookup", "draft.drafter.min_ngram=4"], ["draft.drafter.min_ngram=4"]),
     (["sampling.temperature=-0.5"], ["sampling.temperature=-0.5"]),
     (["sampling.temperature=nan"], ["sampling.temperature=nan"]),

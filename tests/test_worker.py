@@ -15,12 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from torch import Tensor
 
 from duoexp.drafters import Drafter
 from duoexp.sampling import Sampler
 from duoexp.schedule import SCHEDULES, Stop
 from duoexp.tree import Draft
-from duoexp.verify import match
+from duoexp.verify import Verdict, match
 from duoexp.worker import Continuing, DraftFailed, Inline, Process, Work, Worker
 
 PATIENCE_S = 60  # far beyond what any step takes; a test that needs it fails
@@ -34,7 +35,7 @@ class Gated(Drafter):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def propose(self, context: Sequence[int], pending: Draft, budget: int) -> Iterator[Draft]:
+    def propose(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> Iterator[Draft]:
         if context[0] == EXITS:
             os._exit(3)
         if context[0] == RAISES:
@@ -279,9 +280,13 @@ class Failing:
     def ready(self) -> None:
         self.call("ready")
 
-    def ask(self, context: Sequence[int], pending: Draft, budget: int) -> None:
+    def ask(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> None:
         self.call("ask")
-        self.worker.ask(context, pending, budget)
+        self.worker.ask(context, pending, budget, depth)
+
+    def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
+        self.call("observe")
+        self.worker.observe(draft, verdict, logits)
 
     def answer(self, at_least: int | None = None) -> Draft:
         self.call("answer")
@@ -302,7 +307,7 @@ class Failing:
 class Guessing(Drafter):
     """Guesses the counting target's text, but for every fifth token."""
 
-    def propose(self, context: Sequence[int], pending: Draft, budget: int) -> Iterator[Draft]:
+    def propose(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> Iterator[Draft]:
         draft, tip = pending, pending.tip()
         last = draft.tokens[tip] if tip >= 0 else context[-1]
         for step in range(1, budget + 1):
@@ -313,7 +318,7 @@ class Guessing(Drafter):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("count", (0, 1))
-@pytest.mark.parametrize("verb", ("ready", "ask", "answer", "work", "rest"))
+@pytest.mark.parametrize("verb", ("ready", "ask", "observe", "answer", "work", "rest"))
 def test_without_its_drafter_an_answer_goes_on_autoregressively(verb: str, count: int, schedule: str) -> None:
     failing = Failing(Inline(Guessing(), 1000), verb, count)
     worker = Continuing(failing)
@@ -345,3 +350,48 @@ def test_close_ends_the_process(tmp_path: Path) -> None:
     worker.close()
     assert worker._process.exitcode == 0
     worker.close()
+
+
+class Learning(Drafter):
+    """Proposes what the target said behind the nodes of its draft before."""
+
+    observes = True
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def propose(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> Iterator[Draft]:
+        yield pending.grow(pending.tip(), self.seen[:budget])
+
+    def observe(self, draft: Draft, verdict: Verdict, behind: Sequence[int]) -> None:
+        self.seen = [*behind, len(draft), len(verdict.tokens)]
+
+
+@pytest.mark.parametrize("place", ("inline", "process"))
+def test_a_drafter_that_asks_for_it_is_told_what_the_target_said(place: str) -> None:
+    worker = Inline(Learning(), 1000) if place == "inline" else Process(Learning, contextlib.nullcontext, 1000, True)
+    try:
+        worker.ready()
+        worker.observe(Draft((4,), (-1,)), Verdict((8,), -1, rejected=True), torch.eye(1000)[[8, 300]])
+        worker.ask([1], Draft(), 9)
+        assert worker.answer().tokens == (8, 300, 1, 1)
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize("place", ("inline", "process"))
+def test_a_drafter_is_told_how_deep_a_draft_is_of_use(place: str) -> None:
+    worker = Inline(Deep(), 1000) if place == "inline" else Process(Deep, contextlib.nullcontext, 1000)
+    try:
+        worker.ready()
+        worker.ask([1], Draft(), 9, 5)
+        assert worker.answer().tokens == (5,)
+    finally:
+        worker.close()
+
+
+class Deep(Drafter):
+    """Proposes the depth."""
+
+    def propose(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> Iterator[Draft]:
+        yield Draft((depth or 0,), (-1,))

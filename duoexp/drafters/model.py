@@ -12,6 +12,7 @@ from duoexp.lm.causal_lm import CausalLM
 from duoexp.policy import Policy, Row
 from duoexp.sampling import DRAFT, TARGET, Sampler
 from duoexp.tree import Draft
+from duoexp.verify import Verdict
 
 
 class ModelDrafter(Drafter):
@@ -21,22 +22,29 @@ class ModelDrafter(Drafter):
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.observes = policy.observes
 
     def start(self, load: Callable[[], CausalLM] | None, sampler: Sampler, sampled: bool) -> None:
         assert load is not None, "a drafter with needs_model is given one"
         self.lm, self.sampled = load(), sampled
         self.sampler = sampler.on(DRAFT if sampled else TARGET)
 
-    def propose(self, context: Sequence[int], pending: Draft, budget: int) -> Iterator[Draft]:
+    def propose(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> Iterator[Draft]:
         tip = pending.tip()
-        ahead = len(context) + (pending.depths()[tip] if tip >= 0 else 0)
+        ahead = len(context) + pending.depth(tip)
         budget = min(budget, self.lm.context_size - ahead)  # past its context the model stays silent
+        if depth is not None:
+            budget = min(budget, depth - pending.depth(tip))
         if budget > 0 and max(context) < self.lm.vocabulary:  # and before an id that it doesn't know
             for draft in self.policy.grow(_Continuation(self, context, pending, tip, ahead), budget):
                 yield pending.hang(tip, draft)
 
+    def observe(self, draft: Draft, verdict: Verdict, behind: Sequence[int]) -> None:
+        self.policy.observe(draft, verdict)
+
     def clear(self) -> None:
         self.lm.clear()
+        self.policy.clear()
 
 
 @dataclass

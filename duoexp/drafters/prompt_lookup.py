@@ -25,8 +25,10 @@ class PromptLookup(Drafter):
         self._sizes = range(max_ngram, min_ngram - 1, -1)
         self.clear()
 
-    def propose(self, context: Sequence[int], pending: Draft, budget: int) -> Iterator[Draft]:
+    def propose(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> Iterator[Draft]:
         tip = pending.tip()
+        if depth is not None:
+            budget = max(0, min(budget, depth - pending.depth(tip)))
         text = [*context, *(pending.tokens[node] for node in pending.path(tip))]
         self._index.align(text)
         start = self._index.latest()
