@@ -60,8 +60,21 @@ def speedup(pairs: Sequence[Pair]) -> float:
     return tokens_per_s([pair.method for pair in pairs]) / tokens_per_s([pair.baseline for pair in pairs])
 
 
-def interval(pairs: Sequence[Pair], resamples: int = 10_000) -> tuple[float, float] | None:
-    """95% interval of the speedup: a paired bootstrap over prompts (percentiles). None for fewer than two prompts.
+FEW = 5  # prompts: an interval over fewer says more about the prompts than about the method
+
+
+def interval(pairs: Sequence[Pair]) -> tuple[float, float] | None:
+    """95% interval of the speedup: a paired bootstrap over prompts (percentiles). None for fewer than two prompts."""
+    facts = np.array(list(facts_by_prompt(pairs).values()))
+    if len(facts) < 2:
+        return None
+    tokens, seconds, base_tokens, base_seconds = facts[resampled(len(facts))].sum(axis=1).T
+    low, high = np.percentile(tokens / seconds * base_seconds / base_tokens, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def facts_by_prompt(pairs: Iterable[Pair]) -> dict[str, np.ndarray]:
+    """What a bootstrap draws: tokens and seconds of the method, then of its baseline.
 
     The turns of a prompt depend on each other, so they are drawn together.
     """
@@ -69,12 +82,18 @@ def interval(pairs: Sequence[Pair], resamples: int = 10_000) -> tuple[float, flo
     for pair in pairs:
         ours, baseline = pair.method, pair.baseline
         facts[pair.prompt] += (len(ours.ids), ours.duration_s, len(baseline.ids), baseline.duration_s)
-    if len(facts) < 2:
-        return None
-    drawn = np.random.default_rng(0).integers(len(facts), size=(resamples, len(facts)))
-    tokens, seconds, base_tokens, base_seconds = np.array(list(facts.values()))[drawn].sum(axis=1).T
-    low, high = np.percentile(tokens / seconds * base_seconds / base_tokens, [2.5, 97.5])
-    return float(low), float(high)
+    return facts
+
+
+def resampled(prompts: int, resamples: int = 10_000) -> np.ndarray:
+    """Indices of prompts drawn with replacement, [resamples, prompts]: always the same, so that figures repeat."""
+    return np.random.default_rng(0).integers(prompts, size=(resamples, prompts))
+
+
+def geometric_mean(pairs: Sequence[Pair]) -> float:
+    """The geometric mean of the speedups of the prompts, which weighs each alike, long or short."""
+    tokens, seconds, base_tokens, base_seconds = np.array(list(facts_by_prompt(pairs).values())).T
+    return float(np.exp(np.mean(np.log(tokens / seconds * base_seconds / base_tokens))))
 
 
 def speedup_by_kind(pairs: Iterable[Pair]) -> dict[str, float]:
@@ -104,10 +123,15 @@ def acceptance_rate(rounds: Iterable[Round]) -> float | None:
 
 def acceptance_by_position(rounds: Iterable[Round]) -> list[float]:
     """alpha at position 1, 2, ... of a sequence, given that all before it were accepted."""
-    by_position = defaultdict(list)
-    for position, accepted in tests(rounds):
-        by_position[position].append(accepted)
-    return [float(np.mean(by_position[position])) for position in sorted(by_position)]
+    return [accepted / tested for accepted, tested in tests_by_position(rounds).values()]
+
+
+def tests_by_position(rounds: Iterable[Round]) -> dict[int, tuple[int, int]]:
+    """Position in a sequence, from 1 -> how many draft tokens were accepted there, of how many that were verified."""
+    verified = tests(rounds)
+    tested = Counter(position for position, _ in verified)
+    accepted = Counter(position for position, kept in verified if kept)
+    return {position: (accepted[position], tested[position]) for position in sorted(tested)}
 
 
 def accepted_run(decodings: Iterable[Decoding]) -> float | None:

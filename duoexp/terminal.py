@@ -67,7 +67,6 @@ COLUMNS = (
 )
 SHORT = ("task", "AR tok/s", "tok/s", "speedup", "95% interval", "tau", "alpha")
 WIDE = 114  # characters that all columns need
-FEW = 5  # prompts: an interval over fewer says more about the prompts than about the method
 
 
 def table(summary: dict[str, Any], pairs: Sequence[Pair], width: int) -> Table:
@@ -91,7 +90,7 @@ def table(summary: dict[str, Any], pairs: Sequence[Pair], width: int) -> Table:
 
 def _cells(name: str, pairs: Sequence[Pair]) -> dict[str, str]:
     ours, baseline = [pair.method for pair in pairs], [pair.baseline for pair in pairs]
-    between = metrics.interval(pairs) if len({pair.prompt for pair in pairs}) >= FEW else None
+    between = metrics.interval(pairs) if len({pair.prompt for pair in pairs}) >= metrics.FEW else None
     alpha = metrics.acceptance_rate([each for decoding in ours for each in decoding.rounds])
     return {
         "task": name,
