@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from duoexp.lm.copying import raised
+
 ROWS = 1024  # positions at a time
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
@@ -46,49 +48,79 @@ class Goal:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The places of the head that a step weighs against each other, and what each logit is raised by.
+    """The places of the head that a step weighs against each other, and the log of how many each stands for.
 
-    All targets and the most frequent tokens stand for themselves, and some of the others for all of those: added in the
-    softmax's sum with the weight of how many each stands for (sampled softmax, Jean et al., 1412.2007).
+    All targets, what may be copied and the most frequent tokens stand for themselves, and some of the others for all of
+    those (sampled softmax, Jean et al., 1412.2007).
     """
 
     places: Tensor
-    raised: Tensor
+    log_weights: Tensor
 
     @classmethod
-    def drawn(cls, frequent: Tensor, goal: Goal, size: int, count: int, generator: torch.Generator) -> "Candidates":
+    def drawn(
+        cls, frequent: Tensor, goal: Goal, copied: Tensor, size: int, count: int, generator: torch.Generator
+    ) -> "Candidates":
+        """copied: places that may be -1."""
         fixed = torch.zeros(size, dtype=torch.bool)
         fixed[frequent] = True
         fixed[goal.places.flatten()] = True
+        fixed[copied[copied >= 0]] = True
         rest = (~fixed).nonzero()[:, 0]
         drawn = rest[torch.randperm(len(rest), generator=generator)[:count]]
         weight = math.log(len(rest) / len(drawn)) if len(drawn) else 0.0
-        raised = torch.cat([torch.zeros(int(fixed.sum())), torch.full((len(drawn),), weight)])
-        return cls(torch.cat([fixed.nonzero()[:, 0], drawn]), raised)
+        log_weights = torch.cat([torch.zeros(int(fixed.sum())), torch.full((len(drawn),), weight)])
+        return cls(torch.cat([fixed.nonzero()[:, 0], drawn]), log_weights)
 
-    def among(self, goal: Goal, size: int) -> Goal:
-        place = torch.zeros(size, dtype=torch.long)
+    def among(self, places: Tensor, size: int) -> Tensor:
+        """These places of the head among the candidates; -1 stays."""
+        place = torch.full((size + 1,), -1, dtype=torch.long)  # the last one is that of -1
         place[self.places] = torch.arange(len(self.places))
-        return Goal(place[goal.places], goal.probs)
+        return place[places]
 
 
-def step(hidden: Tensor, rows: Tensor, raised: Tensor | None, goal: Goal, divergence: Divergence) -> tuple[float, int]:
-    """Sends the gradient of the mean divergence back through `hidden`, [positions, hidden size].
+@dataclass(frozen=True)
+class Copies:
+    """What a source found at a position, [positions, sources]: its place in the head, -1 outside of it, and its gate.
 
-    Returns the mean and how often the student's first token is the goal's. Probability that the goal's places leave
-    over is spread over none: what it is of is not known.
+    A gate is the log of the source's weight over that of the layers; -inf where it found nothing.
     """
-    total, hits, gradient = 0.0, 0, torch.empty_like(hidden)
+
+    places: Tensor
+    gates: Tensor
+
+    def log_probs(self, logits: Tensor) -> Tensor:
+        """[positions, places]: the layers' softmax mixed with the copies. One from outside takes its share, too."""
+        total = logits.logsumexp(-1)
+        whole = torch.logaddexp(total, total + self.gates.logsumexp(-1))
+        outside = self.places < 0
+        gates = self.gates.masked_fill(outside, -torch.inf)
+        return raised(logits, total, self.places.masked_fill(outside, 0), gates) - whole[:, None]
+
+
+def step(
+    hidden: Tensor, rows: Tensor, log_weights: Tensor | None, goal: Goal, copies: Copies, divergence: Divergence
+) -> tuple[float, int]:
+    """Sends the gradient of the mean divergence back through `hidden`, [positions, hidden size], and the gates.
+
+    log_weights: see `Candidates`. Returns the mean and how often the student's first token is the goal's. Probability
+    that the goal's places leave over is spread over none: what it is of is not known.
+    """
+    total, hits = 0.0, 0
+    gradients = torch.empty_like(hidden), torch.empty_like(copies.gates)
     for first in range(0, len(hidden), ROWS):
         part = slice(first, first + ROWS)
-        leaf = hidden[part].detach().requires_grad_()
+        leaves = hidden[part].detach().requires_grad_(), copies.gates[part].detach().requires_grad_()
         with torch.enable_grad():
-            logits = (leaf @ rows.T).float()
-            log_q = (logits if raised is None else logits + raised).log_softmax(-1)
+            logits = (leaves[0] @ rows.T).float()
+            log_q = Copies(copies.places[part], leaves[1]).log_probs(
+                logits if log_weights is None else logits + log_weights
+            )
             p = torch.zeros_like(log_q).scatter_add_(1, goal.places[part], goal.probs[part])
             loss = divergence(p, log_q).sum() / len(hidden)
-        (gradient[part],) = torch.autograd.grad(loss, leaf)
+        gradients[0][part], gradients[1][part] = torch.autograd.grad(loss, leaves)
         total += float(loss.detach())
         hits += int((log_q.argmax(-1) == goal.places[part, 0]).sum())
-    hidden.backward(gradient)
+    trained = [i for i, each in enumerate((hidden, copies.gates)) if each.requires_grad]  # no gates: nothing is copied
+    torch.autograd.backward([(hidden, copies.gates)[i] for i in trained], [gradients[i] for i in trained])
     return total, hits

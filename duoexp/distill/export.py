@@ -11,11 +11,14 @@ from torch import Tensor
 
 from duoexp.distill import files
 from duoexp.distill.student import Student
-from duoexp.lm.distilled import CARD, CONFIG, SCALE, WEIGHTS, About
+from duoexp.lm.copying import Phrases
+from duoexp.lm.distilled import CARD, CONFIG, PHRASES, SCALE, WEIGHTS, About
 from duoexp.lm.linears import Int8
 
 
-def export(folder: Path, student: Student, config: dict[str, Any], about: About, card: str) -> None:
+def export(
+    folder: Path, student: Student, phrases: Phrases | None, config: dict[str, Any], about: About, card: str
+) -> None:
     """Writes weights, config and model card. The embedding and the head's rows stay with the target."""
     tensors: dict[str, Tensor] = {"head_ids": student.ids.to(torch.int32)}
     for name, weight in student.trained().items():
@@ -26,6 +29,8 @@ def export(folder: Path, student: Student, config: dict[str, Any], about: About,
             tensors[name], tensors[name + SCALE] = rounded.weight, rounded.scale
         else:
             tensors[name] = weight if about.bits is None else weight.bfloat16()
+    if phrases is not None:
+        tensors |= {PHRASES + name: getattr(phrases, name) for name in ("keys", "tokens", "kinds")}
     shape = config | {"num_hidden_layers": len(about.layers), "tie_word_embeddings": False, "duoexp": asdict(about)}
     if shape.get("layer_types"):
         shape["layer_types"] = shape["layer_types"][: len(about.layers)]

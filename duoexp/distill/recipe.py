@@ -15,12 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 
 from duoexp.config import DTYPES, InputError
-from duoexp.distill import data, export, files, settings, student
+from duoexp.distill import data, export, files, hints, settings, student
 from duoexp.distill.card import card
 from duoexp.distill.settings import DistillConfig
 from duoexp.distill.teacher import Teacher
 from duoexp.distill.train import Trainer
 from duoexp.lm import load, sources
+from duoexp.lm.copying import Copier
 from duoexp.lm.distilled import About, tokenizer_hash
 from duoexp.tracking import Tracker
 
@@ -73,7 +74,12 @@ def _steps(
 
     counts = torch.from_numpy(np.bincount(texts.tokens, minlength=target.tokens)[: target.tokens])
     ids = student.head(counts, cfg.student.head)
-    pupil = student.grow(model(), cfg.student.layers, ids)
+    match, known = cfg.student.match, None
+    if cfg.student.phrases:
+        known = hints.phrases(texts, kept, cfg.student.phrases)
+    copier = Copier(match, known)
+    found = hints.make(folder / "hints.npz", texts, kept, match, cfg.student.phrases, lambda i: progress("hints", i))
+    pupil = student.grow(model(), cfg.student.layers, ids, copier.kinds)
     frequent = counts[ids].argsort(descending=True, stable=True)
     judged = Teacher(folder / "held_out", texts, held_out)
     judged.make(model, ids, 1, lambda items: progress("held-out", items))
@@ -87,7 +93,11 @@ def _steps(
         rows = (torch.from_numpy(texts[number]).long() for number in kept)
         with torch.autocast(cfg.device.partition(":")[0], getattr(torch, cfg.dtype), enabled=cfg.dtype != "float32"):
             student.fit(pupil, model(), list(_until(rows, FIT_TOKENS)), skip)
-    trainer = Trainer(pupil, texts, kept, judged, teacher, cfg.train, getattr(torch, cfg.dtype), skip, frequent, model)
+        with torch.no_grad():
+            pupil.gates.bias.copy_(hints.odds(texts, kept, found, copier.kinds, skip))
+    trainer = Trainer(
+        pupil, texts, kept, judged, teacher, found, copier, cfg.train, getattr(torch, cfg.dtype), skip, frequent, model
+    )
     before = trainer.acceptance() if not checkpoint.exists() else None
     bar = bars.add_task("train", total=cfg.train.steps)
     for step in trainer.run(checkpoint, tracker.log):
@@ -95,14 +105,17 @@ def _steps(
         note = f"train, held-out acceptance {points[-1].acceptance:.3f}" if points else "train"
         bars.update(bar, completed=step, description=note)
 
-    about = About(tokenizer_hash(target.tokenizer), tuple(cfg.student.layers), cfg.student.head, cfg.student.bits)
+    about = About(
+        tokenizer_hash(target.tokenizer), tuple(cfg.student.layers), cfg.student.head, cfg.student.bits, match,
+        len(known.keys) if known else 0,
+    )  # fmt: skip
     curve = [vars(point) for point in trainer.curve.points]
     result = {"held_out_acceptance": curve[-1]["acceptance"], "texts": len(texts), "tokens": int(texts.lengths.sum())}
     if before is not None:
         result["held_out_acceptance_before"] = before
     files.write_text(folder / "result.json", json.dumps(result | {"curve": curve}, indent=2) + "\n")
     text = card(cfg, about, texts, curve, command)
-    export.export(folder / DRAFT, trainer.use_average(), model().config.to_dict(), about, text)
+    export.export(folder / DRAFT, trainer.use_average(), copier.phrases, model().config.to_dict(), about, text)
     return result
 
 

@@ -31,7 +31,9 @@ class StudentConfig:
     """The draft's shape. Its embedding and the rows of its head are the target's, turned by a square matrix each."""
 
     layers: list[int] = MISSING  # of the target, to start from, in their order
-    head: int = 8192  # of the most frequent tokens of the data: the only ones that it can say
+    head: int = 8192  # of the most frequent tokens of the data: the only ones that its layers can say
+    match: int = 8  # tokens of the longest match in the context behind which it copies; 0: it does not copy
+    phrases: int = 200_000  # beginnings of 2 to 4 tokens whose commonest end it knows from the data; 0: none
     bits: int | None = 8  # of an exported weight; null: float32
 
 
@@ -95,6 +97,7 @@ def check(data: DataConfig, student: StudentConfig, train: TrainConfig) -> None:
         "data.question_tokens": (data.question_tokens, 1, 2**20), "data.answer_tokens": (data.answer_tokens, 1, 2**20),
         "data.greedy": (data.greedy, 0, 1), "data.held_out": (data.held_out, 1e-6, 0.5),
         "data.temperature": (data.temperature, 1e-3, 100), "student.head": (student.head, 1, 2**31),
+        "student.match": (student.match, 0, 64), "student.phrases": (student.phrases, 0, 2**31),
         "train.teacher": (train.teacher, 0, 1024), "train.steps": (train.steps, 1, 2**31),
         "train.tokens": (train.tokens, 16, 2**31), "train.on_policy": (train.on_policy, 0, 1),
         "train.on_policy_tokens": (train.on_policy_tokens, 1, 2**20), "train.lr": (train.lr, 0, 10),

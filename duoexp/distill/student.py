@@ -19,17 +19,23 @@ RIDGE = 1e-3  # of the mean square of an input
 
 
 class Student(nn.Module):
-    """`ids`: the tokens that it can say, by their id in the vocabulary, ascending."""
+    """`ids`: the tokens that its layers can say, by their id in the vocabulary, ascending.
+
+    `gates`: a weight for each kind of copied token, see `lm/copying.py`.
+    """
 
     embedding: Tensor
     rows: Tensor
     ids: Tensor
 
-    def __init__(self, body: nn.Module, embedding: Tensor, rows: Tensor, ids: Tensor) -> None:
+    def __init__(self, body: nn.Module, embedding: Tensor, rows: Tensor, ids: Tensor, kinds: int) -> None:
         super().__init__()
         self.body = body
         self.into = nn.Parameter(torch.eye(embedding.shape[1]))
         self.out = nn.Parameter(torch.eye(embedding.shape[1]))
+        self.gates = nn.utils.skip_init(nn.Linear, embedding.shape[1], kinds)
+        nn.init.zeros_(self.gates.weight)
+        nn.init.zeros_(self.gates.bias)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("ids", ids)
@@ -39,16 +45,22 @@ class Student(nn.Module):
         x = F.linear(F.embedding(tokens, self.embedding), self.into.to(self.embedding.dtype))
         return F.linear(self.body(inputs_embeds=x, use_cache=False).last_hidden_state, self.out)
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """[texts, tokens, head], in the order of `ids`."""
-        return F.linear(self(tokens), self.rows.to(self.out.dtype))
+    def gated(self, hidden: Tensor, kinds: Tensor) -> Tensor:
+        """[positions, sources]: the gates of copied tokens of these kinds; -inf for a kind of -1."""
+        if not self.gates.out_features:
+            return torch.full(kinds.shape, -torch.inf, dtype=torch.float32, device=hidden.device)
+        gates = self.gates(hidden).float().gather(1, kinds.long().clamp(min=0))
+        return gates.masked_fill(kinds < 0, -torch.inf)
 
     def trained(self) -> dict[str, Tensor]:
         return dict(self.named_parameters())
 
 
-def grow(target: PreTrainedModel, layers: Sequence[int], ids: Tensor) -> Student:
-    """A student that starts from these layers. Raises InputError where the target has none such."""
+def grow(target: PreTrainedModel, layers: Sequence[int], ids: Tensor, kinds: int) -> Student:
+    """A student that starts from these layers and copies tokens of so many kinds.
+
+    Raises InputError where the target has no such layers.
+    """
     config = target.config
     if type(target) not in FAMILY:
         known = ", ".join(kind.__name__ for kind in FAMILY)
@@ -66,7 +78,7 @@ def grow(target: PreTrainedModel, layers: Sequence[int], ids: Tensor) -> Student
     body.norm.load_state_dict(target.model.norm.state_dict())
     body.embed_tokens = nn.Identity()  # the student brings its own
     embedding, rows = target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach()
-    return Student(body, embedding, rows[ids].clone(), ids)
+    return Student(body, embedding, rows[ids].clone(), ids, kinds)
 
 
 def head(counts: Tensor, size: int) -> Tensor:

@@ -15,10 +15,12 @@ from transformers import PreTrainedModel
 from duoexp.config import InputError
 from duoexp.distill import divergence, files
 from duoexp.distill.data import Texts
-from duoexp.distill.divergence import Candidates, Goal
+from duoexp.distill.divergence import Candidates, Copies, Goal
+from duoexp.distill.hints import Hints
 from duoexp.distill.settings import TrainConfig
 from duoexp.distill.student import Student
 from duoexp.distill.teacher import Teacher, judge
+from duoexp.lm.copying import Copier
 
 FREQUENT = 1024  # places of the head that always stand for themselves
 WINDOW = 512  # texts that a batch is sorted out of
@@ -40,19 +42,24 @@ class Curve:
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens [texts, longest], padded; `flat`: the positions that have a goal, in the flattened tokens."""
+    """tokens [texts, longest], padded; `flat`: the positions that have a goal, in the flattened tokens; their hints."""
 
     tokens: Tensor
     flat: Tensor
+    hints: Hints
     texts: tuple[int, ...]
 
 
 class Trainer:
-    """`teacher` is None where the text itself is the goal; `judged` holds the target's word on the held-out texts."""
+    """`teacher` is None where the text itself is the goal; `judged` holds the target's word on the held-out texts.
+
+    hints: of all texts; copier: to find those of a text that the student writes.
+    """
 
     def __init__(
         self, student: Student, texts: Texts, numbers: Sequence[int], judged: Teacher, teacher: Teacher | None,
-        settings: TrainConfig, dtype: torch.dtype, skip: int, frequent: Tensor, target: Callable[[], PreTrainedModel],
+        hints: dict[int, Hints], copier: Copier, settings: TrainConfig, dtype: torch.dtype, skip: int,
+        frequent: Tensor, target: Callable[[], PreTrainedModel],
     ) -> None:  # fmt: skip
         self.student, self.texts, self.numbers, self.judged, self.teacher = (
             student,
@@ -62,7 +69,7 @@ class Trainer:
             teacher,
         )
         self.settings, self.dtype, self.skip, self.target = settings, dtype, skip, target
-        self._frequent = frequent
+        self.hints, self.copier, self._frequent = hints, copier, frequent
         weights = student.trained()
         self.average = {name: weight.detach().clone() for name, weight in weights.items()}
         matrices, vectors = ([w for w in weights.values() if (w.dim() > 1) == many] for many in (True, False))
@@ -110,7 +117,8 @@ class Trainer:
         for number in self.judged.numbers:
             start = max(self.skip, int(self.texts.starts[number])) - 1
             with self._cast():
-                said = self.student.logits(torch.from_numpy(self.texts[number]).long()[None])[0, start:-1].argmax(-1)
+                hidden = self.student(torch.from_numpy(self.texts[number]).long()[None])[0, start:-1]
+                said = self._said(hidden, self.hints[number][start:-1]).argmax(-1)
             right += int((said == self.judged[number].places[start:-1, 0]).sum())
             seen += len(said)
         self._load(own)
@@ -127,15 +135,17 @@ class Trainer:
             batch, goal = self._own_words(batch, generator)
         else:
             goal = self._goal(batch)
-        rows, raised = self.student.rows, None
+        rows, drawn, places = self.student.rows, None, self._place(batch.hints.tokens)
         if settings.negatives is not None:
             size = len(rows)
-            chosen = Candidates.drawn(self._frequent[:FREQUENT], goal, size, settings.negatives, generator)
-            rows, raised, goal = rows[chosen.places], chosen.raised, chosen.among(goal, size)
+            chosen = Candidates.drawn(self._frequent[:FREQUENT], goal, places, size, settings.negatives, generator)
+            rows, drawn, places = rows[chosen.places], chosen.log_weights, chosen.among(places, size)
+            goal = Goal(chosen.among(goal.places, size), goal.probs)
         with self._cast():
             hidden = self._forward(batch.tokens).flatten(0, 1)[batch.flat]
+            copies = Copies(places, self.student.gated(hidden, batch.hints.kinds))
         loss, right = divergence.step(
-            hidden, rows.to(hidden.dtype), raised, goal, divergence.NAMED[settings.divergence]
+            hidden, rows.to(hidden.dtype), drawn, goal, copies, divergence.NAMED[settings.divergence]
         )
         torch.nn.utils.clip_grad_norm_(self.student.parameters(), settings.clip)
         for group in self._optimizer.param_groups:
@@ -161,24 +171,26 @@ class Trainer:
             places = torch.cat([each.places[self.skip - 1 : -1] for each in wise])
             return Goal(places, torch.cat([each.logs[self.skip - 1 : -1] for each in wise]).exp())
         said = torch.cat([torch.from_numpy(self.texts[text][self.skip :]).long() for text in batch.texts])
-        places = torch.where(said < len(self._places), self._places[said.clamp(max=len(self._places) - 1)], -1)
+        places = self._place(said)
         return Goal(places.clamp(min=0)[:, None], (places >= 0).float()[:, None])  # nothing to learn from the unsayable
 
     @torch.no_grad()
     def _own_words(self, batch: Batch, generator: torch.Generator) -> tuple[Batch, Goal]:
         """The student goes on from somewhere in each answer, and the target corrects it (GKD, 2306.13649)."""
-        length, rows, goals = self.settings.on_policy_tokens, [], []
+        length, rows, hints, goals = self.settings.on_policy_tokens, [], [], []
         for text in batch.texts:
             row = torch.from_numpy(self.texts[text]).long()
             first = max(self.skip, int(self.texts.starts[text]))
             row = row[: first + int(torch.randint(max(1, len(row) - first), (1,), generator=generator))]
             for _ in range(length):
                 with self._cast():
-                    logits = self.student.logits(row[None])[0, -1].float()
-                drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+                    hidden = self.student(row[None])[0, -1:]
+                    log_probs = self._said(hidden, Hints.of(self.copier.along(row.tolist()))[-1:])
+                drawn = torch.multinomial(log_probs[0].exp(), 1, generator=generator)
                 row = torch.cat([row, self.student.ids[drawn]])
             wise = judge(self.target(), row, self.student.ids, max(1, self.settings.teacher))
             rows.append(row)
+            hints.append(Hints.of(self.copier.along(row.tolist()))[-length - 1 : -1])
             goals.append((wise.places[-length - 1 : -1], wise.logs[-length - 1 : -1].exp()))
         tokens = torch.zeros(len(rows), max(len(row) for row in rows), dtype=torch.long)
         for i, row in enumerate(rows):
@@ -186,7 +198,9 @@ class Trainer:
         flat = torch.cat(
             [i * tokens.shape[1] + torch.arange(len(row) - length - 1, len(row) - 1) for i, row in enumerate(rows)]
         )
-        return Batch(tokens, flat, batch.texts), Goal(*(torch.cat(parts) for parts in zip(*goals, strict=True)))
+        return Batch(tokens, flat, Hints.joined(hints), batch.texts), Goal(
+            *(torch.cat(parts) for parts in zip(*goals, strict=True))
+        )
 
     def _batches(self, done: int) -> Iterator[Batch]:
         """From the step `done` to the last; an epoch's order depends on the seed and on its number alone."""
@@ -206,7 +220,19 @@ class Trainer:
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # padding comes after all that could see it
         width = tokens.shape[1]
         flat = torch.cat([i * width + torch.arange(self.skip - 1, len(row) - 1) for i, row in enumerate(rows)])
-        return Batch(tokens, flat, tuple(numbers))
+        hints = Hints.joined([self.hints[n][self.skip - 1 : -1] for n in numbers])
+        return Batch(tokens, flat, hints, tuple(numbers))
+
+    def _place(self, tokens: Tensor) -> Tensor:
+        """In the head; -1 outside of it."""
+        held = self._places[tokens.long().clamp(min=0, max=len(self._places) - 1)]
+        return torch.where((tokens >= 0) & (tokens < len(self._places)), held, -1)
+
+    def _said(self, hidden: Tensor, hints: Hints) -> Tensor:
+        """[positions, head]: log-probabilities."""
+        logits = torch.nn.functional.linear(hidden, self.student.rows.to(hidden.dtype)).float()
+        copies = Copies(self._place(hints.tokens), self.student.gated(hidden, hints.kinds))
+        return copies.log_probs(logits)
 
     def _cast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.student.out.device.type, self.dtype, enabled=self.dtype != torch.float32)

@@ -21,10 +21,13 @@ from transformers import (
 )
 
 from duoexp.config import InputError
+from duoexp.lm.causal_lm import CausalLM
+from duoexp.lm.copying import Copier, CopyingLM, Phrases
 from duoexp.lm.lean import LeanLM
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 SCALE = ".scale"  # beside an int8 matrix
+PHRASES = "phrases."  # before the names of `Phrases`
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class About:
     layers: tuple[int, ...]  # of the target, that the student's started from
     head: int
     bits: int | None
+    match: int  # tokens of the longest match in the context that it copies behind; 0: none
+    phrases: int  # how many it holds
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -58,7 +63,7 @@ def load_draft(
     dtype: torch.dtype = torch.bfloat16,
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str = "cpu",
-) -> LeanLM:
+) -> CausalLM:
     """The draft, with the embedding and the head's rows of its target: a model, or the place of its checkpoint.
 
     tokenizer: the target's, where it is at hand. Raises InputError for a folder that holds no draft, and for a target
@@ -68,6 +73,7 @@ def load_draft(
     config = draft_config(folder, tokenizer or AutoTokenizer.from_pretrained(place))
     about = About(**config.duoexp)
     tensors = _dequantised(folder, dtype)
+    copier = make_copier(about, tensors)
     embedding, rows = _rows(target)
     if embedding.shape[1] != config.hidden_size:
         raise InputError(
@@ -76,6 +82,7 @@ def load_draft(
         )
     ids = tensors.pop("head_ids").long()
     into, out = tensors.pop("into"), tensors.pop("out")
+    gates, bias = tensors.pop("gates.weight"), tensors.pop("gates.bias")
     model: Any = empty(config, config.num_hidden_layers)
     model.to(dtype)
     model.model.load_state_dict(
@@ -83,11 +90,20 @@ def load_draft(
         | {"embed_tokens.weight": model.model.embed_tokens.weight}
     )
     model.model.embed_tokens.weight = _turned(embedding, into.T, dtype)
-    # (x out^T) rows^T = x (rows out)^T; only the head's own rows are ever read
-    head = torch.zeros(max(vocabulary, int(ids.max()) + 1), embedding.shape[1], dtype=dtype)
-    head[ids] = _turned(rows[ids], out, dtype)
+    # (x out^T) rows^T = x (rows out)^T; only the head's own rows are ever read, and the gates behind them
+    ids = ids[ids < vocabulary]
+    head = torch.zeros(vocabulary + copier.kinds, embedding.shape[1], dtype=dtype)
+    head[ids], head[vocabulary:] = _turned(rows[ids], out, dtype), _turned(gates, out, dtype)
     model.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
-    return LeanLM.from_model(model.to(device), vocabulary, bits=about.bits, head=ids[ids < vocabulary])
+    said = torch.cat([ids, torch.arange(vocabulary, len(head))])
+    lm = LeanLM.from_model(model.to(device), len(head), bits=about.bits, head=said)
+    return CopyingLM(lm, copier, vocabulary, ids.to(device), bias.to(device)) if copier.kinds else lm
+
+
+def make_copier(about: About, tensors: dict[str, Tensor]) -> Copier:
+    """Takes the phrases out of the tensors."""
+    names = (f"{PHRASES}keys", f"{PHRASES}tokens", f"{PHRASES}kinds")
+    return Copier(about.match, Phrases(*(tensors.pop(name) for name in names)) if about.phrases else None)
 
 
 def draft_config(folder: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -121,7 +137,7 @@ def _dequantised(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
             continue
         scale = held.get(name + SCALE)
         tensor = tensor if scale is None else tensor.float() * scale.float()[:, None]
-        tensors[name] = tensor if name == "head_ids" else tensor.to(dtype)
+        tensors[name] = tensor.to(dtype) if tensor.is_floating_point() or scale is not None else tensor
     return tensors
 
 

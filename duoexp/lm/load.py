@@ -18,7 +18,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from duoexp.config import InputError
-from duoexp.lm.causal_lm import CachedLM
+from duoexp.lm.causal_lm import CausalLM
 from duoexp.lm.distilled import draft_config, is_draft, load_draft
 from duoexp.lm.lean import FAMILY, LeanLM, self_draft
 from duoexp.lm.sources import Checkpoint
@@ -68,7 +68,7 @@ def describe(
     return Model(source, checkpoint, config, tokenizer, trust_remote_code)
 
 
-def load(model: Model, engine: str, device: str, dtype: str, vocabulary: int) -> CachedLM:
+def load(model: Model, engine: str, device: str, dtype: str, vocabulary: int) -> CausalLM:
     """The model with its weights, which are safetensors or nothing; ids from `vocabulary` on are masked as padding.
 
     engine: `transformers`, or `lean` for our own pass, which a rounded model takes in any case; `auto` takes it on a
