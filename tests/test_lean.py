@@ -145,16 +145,6 @@ def test_layers_run_are_the_layers_named() -> None:
         assert relative(found, expected) < 1e-4
 
 
-@pytest.mark.parametrize("bits", [None, 8])
-def test_a_trimmed_head_says_its_ids_alone(bits: int | None) -> None:
-    model, head = drawn("llama"), torch.tensor([90, 3, 41])
-    whole, trimmed = (LeanLM.from_model(model, VOCABULARY, bits, head=some) for some in (None, head))
-    expected, found = (lm.logits(ids(9), Draft((1, 2), (-1, -1))) for lm in (whole, trimmed))
-    assert found.shape == (3, VOCABULARY)
-    torch.testing.assert_close(found[:, head], expected[:, head])
-    assert (found.isneginf().sum(1) == VOCABULARY - 3).all()
-
-
 def test_a_self_draft_releases_the_model_and_still_runs() -> None:
     model = drawn("llama, tied")
     draft = self_draft(model, VOCABULARY)
@@ -214,8 +204,5 @@ def test_settings_that_no_model_has_are_refused() -> None:
     for layers in ([], [0, 3], [-1]):
         with pytest.raises(InputError, match="3 layers"):
             LeanLM.from_model(model, VOCABULARY, layers=layers)
-    for head in (torch.tensor([], dtype=torch.long), torch.tensor([VOCABULARY]), torch.tensor([-1])):
-        with pytest.raises(InputError, match="ids"):
-            LeanLM.from_model(model, VOCABULARY, head=head)
     with pytest.raises(InputError, match="weights of 3 bits"):
         LeanLM.from_model(model, VOCABULARY, bits=3)

@@ -125,29 +125,27 @@ def raised(logits: Tensor, total: Tensor, tokens: Tensor, gates: Tensor) -> Tens
 
 
 class CopyingLM:
-    """A draft whose last `copier.kinds` rows are the gates of what it copies.
+    """A draft that says what its layers say, mixed with what it copies.
 
-    lm: with the gates behind the `vocabulary` logits. head: the ids that its layers can say. bias [kinds]: the gates'.
+    lm: its layers, whose rows are those of `ids`, the tokens that they can say, and the gates, with their bias [kinds].
     """
 
-    def __init__(self, lm: CausalLM, copier: Copier, vocabulary: int, head: Tensor, bias: Tensor) -> None:
+    def __init__(self, lm: CausalLM, copier: Copier, vocabulary: int, ids: Tensor, bias: Tensor) -> None:
         self.lm, self.copier, self.vocabulary, self.context_size = lm, copier, vocabulary, lm.context_size
-        self._head, self._bias = head, bias.float()
+        self._ids, self._bias = ids, bias.float()
 
     def logits(self, context: Sequence[int], draft: Draft = Draft(), rows: Sequence[int] | None = None) -> Tensor:
         rows = range(len(draft) + 1) if rows is None else rows
-        said = self.lm.logits(context, draft, rows).float()
+        said, gates = self.lm.logits(context, draft, rows).float().split([len(self._ids), self.copier.kinds], -1)
+        logits = said.new_full((len(said), self.vocabulary), -torch.inf).index_copy_(1, self._ids, said)
+        if not self.copier.kinds:
+            return logits
         self.copier.seen.follow(list(context))
         found = [self.copier.behind(self._tail(context, draft, row - 1)) for row in rows]
-        return self.mixed(said, found)
-
-    def mixed(self, said: Tensor, found: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> Tensor:
-        """[rows, vocabulary] of [rows, vocabulary + kinds]."""
-        logits, gates = said[:, : self.vocabulary], said[:, self.vocabulary :] + self._bias
         tokens, kinds = torch.tensor(found, device=said.device).unbind(-1)
         none = (tokens < 0) | (tokens >= self.vocabulary)
-        gates = gates.gather(1, kinds.clamp(min=0)).masked_fill(none, -torch.inf)
-        return raised(logits, logits[:, self._head].logsumexp(-1), tokens.masked_fill(none, 0), gates)
+        gates = (gates + self._bias).gather(1, kinds.clamp(min=0)).masked_fill(none, -torch.inf)
+        return raised(logits, said.logsumexp(-1), tokens.masked_fill(none, 0), gates)
 
     def clear(self) -> None:
         self.lm.clear()

@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from duoexp.config import InputError
-from duoexp.lm.causal_lm import CausalLM
 from duoexp.lm.copying import Copier, CopyingLM, Phrases
 from duoexp.lm.lean import LeanLM
 
@@ -63,7 +62,7 @@ def load_draft(
     dtype: torch.dtype = torch.bfloat16,
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str = "cpu",
-) -> CausalLM:
+) -> CopyingLM:
     """The draft, with the embedding and the head's rows of its target: a model, or the place of its checkpoint.
 
     tokenizer: the target's, where it is at hand. Raises InputError for a folder that holds no draft, and for a target
@@ -90,14 +89,11 @@ def load_draft(
         | {"embed_tokens.weight": model.model.embed_tokens.weight}
     )
     model.model.embed_tokens.weight = _turned(embedding, into.T, dtype)
-    # (x out^T) rows^T = x (rows out)^T; only the head's own rows are ever read, and the gates behind them
     ids = ids[ids < vocabulary]
-    head = torch.zeros(vocabulary + copier.kinds, embedding.shape[1], dtype=dtype)
-    head[ids], head[vocabulary:] = _turned(rows[ids], out, dtype), _turned(gates, out, dtype)
-    model.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
-    said = torch.cat([ids, torch.arange(vocabulary, len(head))])
-    lm = LeanLM.from_model(model.to(device), len(head), bits=about.bits, head=said)
-    return CopyingLM(lm, copier, vocabulary, ids.to(device), bias.to(device)) if copier.kinds else lm
+    # (x out^T) rows^T = x (rows out)^T
+    model.lm_head.weight = _turned(torch.cat([rows[ids].to(dtype), gates]), out, dtype)
+    lm = LeanLM.from_model(model.to(device), len(ids) + copier.kinds, bits=about.bits)
+    return CopyingLM(lm, copier, vocabulary, ids.to(device), bias.to(device))
 
 
 def make_copier(about: About, tensors: dict[str, Tensor]) -> Copier:

@@ -154,22 +154,6 @@ class Layer:
         return y[0].transpose(0, 1).reshape(tokens, -1).to(dtype)
 
 
-@dataclass(frozen=True)
-class Head:
-    """Logits of all ids, or of `ids` alone, the others being impossible."""
-
-    linear: Linear
-    ids: Tensor | None
-    vocabulary: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocabulary]"""
-        logits = self.linear(x)
-        if self.ids is None:
-            return logits
-        return logits.new_full((len(x), self.vocabulary), -torch.inf).index_copy_(1, self.ids, logits)
-
-
 class LeanLM(CachedLM):
     """A Llama, Mistral, Qwen2 or Qwen3 model, batch 1, with its weights as they are or rounded."""
 
@@ -179,11 +163,12 @@ class LeanLM(CachedLM):
         rotary: Rotary,
         layers: tuple[Layer, ...],
         norm: Norm,
-        head: Head,
+        head: Linear,
+        vocabulary: int,
         context_size: int,
         width_invariant: bool = False,
     ) -> None:
-        super().__init__(head.vocabulary, context_size)
+        super().__init__(vocabulary, context_size)
         self._width_invariant = width_invariant
         self._embedding, self._rotary, self._layers = embedding, rotary, layers
         self._norm, self._head = norm, head
@@ -196,28 +181,28 @@ class LeanLM(CachedLM):
         vocabulary: int,
         bits: int | None = None,
         layers: Sequence[int] | None = None,
-        head: Tensor | None = None,
         width_invariant: bool = False,
     ) -> "LeanLM":
         """A copy of `model`, on its device. bits: None leaves the weights; 8 and 4 round them, and compute in bf16.
 
-        layers: those of the model's to run, in this order; None: all. head: the ids, int64, it may say; None: all.
+        layers: those of the model's to run, in this order; None: all.
         width_invariant: a chain gets the same logits in passes of any width, as far as `attention` can see to it.
-        Raises InputError for a model of another family, and for a layer or an id that it has not.
+        Raises InputError for a model of another family, and for a layer that it has not.
         """
-        _check(model, vocabulary, layers, head)
+        _check(model, layers)
         dtype = model.dtype if bits is None else torch.bfloat16
         base: Any = model.model
         config = model.config
         kept: Sequence[int] = range(len(base.layers)) if layers is None else layers
-        rows = model.get_output_embeddings().weight.detach()[slice(vocabulary) if head is None else head]
+        rows = model.get_output_embeddings().weight.detach()[:vocabulary]
         return cls(
             embedding=base.embed_tokens.weight.detach().to(dtype),
             rotary=Rotary(base.rotary_emb.inv_freq.float(), base.rotary_emb.attention_scaling),
             layers=tuple(_layer(i, base.layers[number], config, bits, dtype) for i, number in enumerate(kept)),
             norm=_norm(base.norm, dtype),
             # 8 bits at least: in 4, the head alone cost 7 of 100 tokens of SmolLM2-135M
-            head=Head(linear(rows, None, bits and 8), None if head is None else head.to(rows.device), vocabulary),
+            head=linear(rows, None, bits and 8),
+            vocabulary=vocabulary,
             context_size=config.max_position_embeddings,
             width_invariant=width_invariant,
         )
@@ -291,16 +276,12 @@ def _fused(bits: int | None, *parts: nn.Linear) -> Linear:
     return linear(weight, torch.cat(biases), bits)
 
 
-def _check(model: Any, vocabulary: int, layers: Sequence[int] | None, head: Tensor | None) -> None:
+def _check(model: Any, layers: Sequence[int] | None) -> None:
     _check_kind(model)
     depth = model.config.num_hidden_layers
     if layers is not None and not (layers and all(0 <= layer < depth for layer in layers)):
         raise InputError(
             f"layers {list(layers)} are not among the model's {depth} layers; give some of 0 to {depth - 1}"
-        )
-    if head is not None and not (len(head) and head.min() >= 0 and head.max() < vocabulary):
-        raise InputError(
-            f"a head of {len(head)} ids must hold ids below {vocabulary} and at least one; leave out others"
         )
 
 
