@@ -375,3 +375,18 @@ def test_the_command_makes_a_draft(
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> Callable[[], None] | None:
     monkeypatch.setattr(sys, "argv", ["distill", *words])
     return None
+
+
+def test_the_word_distilled_takes_the_packaged_draft_that_fits(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = target()
+    with pytest.raises(InputError, match=r"none of the drafts that ship .* fits random"):
+        load.describe("distilled", sources.resolve("distilled", place.checkpoint), target=place)
+    (tmp_path / "tiny").symlink_to(made / "draft")
+    monkeypatch.setattr(sources, "PACKAGED", tmp_path)
+    monkeypatch.setattr(load, "PACKAGED", tmp_path)
+    found = load.describe("distilled", sources.resolve("distilled", place.checkpoint), target=place)
+    assert found.checkpoint.path == str(tmp_path / "tiny") and found.checkpoint.base == place.checkpoint
+    with pytest.raises(InputError, match="'distilled' names no model"):
+        sources.resolve("distilled")

@@ -122,6 +122,20 @@ def draft_config(folder: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     return config
 
 
+def packaged(folder: Path, target: str, tokenizer: PreTrainedTokenizerBase, hidden_size: int) -> Path:
+    """The draft in `folder` that fits the target. Raises InputError where none does."""
+    known = sorted(place for place in folder.glob("*") if is_draft(place))
+    of_target = tokenizer_hash(tokenizer)
+    for place in known:
+        config = json.loads((place / CONFIG).read_text())
+        if config["duoexp"].get("tokenizer") == of_target and config["hidden_size"] == hidden_size:
+            return place
+    raise InputError(
+        f"model.draft=distilled: none of the drafts that ship ({', '.join(place.name for place in known) or 'none'}) "
+        f"fits {target}; make one with `python -m duoexp.distill`, or name another model.draft"
+    )
+
+
 def _dequantised(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     try:
         held = load_file(folder / WEIGHTS)

