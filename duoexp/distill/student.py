@@ -18,10 +18,22 @@ from duoexp.lm.lean import FAMILY
 RIDGE = 1e-3  # of the mean square of an input
 
 
+class Gates(nn.Module):
+    """A weight for each kind of copied token, the same in any state until it is trained."""
+
+    def __init__(self, size: int, kinds: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(kinds, size)), nn.Parameter(torch.zeros(kinds))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[positions, hidden] -> [positions, kinds]: log of the weight over that of the layers."""
+        return F.linear(hidden, self.weight, self.bias)
+
+
 class Student(nn.Module):
     """`ids`: the tokens that its layers can say, by their id in the vocabulary, ascending.
 
-    `gates`: a weight for each kind of copied token, see `lm/copying.py`.
+    `kinds`: how many kinds of copied tokens there are, see `lm/copying.py`.
     """
 
     embedding: Tensor
@@ -33,9 +45,7 @@ class Student(nn.Module):
         self.body = body
         self.into = nn.Parameter(torch.eye(embedding.shape[1]))
         self.out = nn.Parameter(torch.eye(embedding.shape[1]))
-        self.gates = nn.utils.skip_init(nn.Linear, embedding.shape[1], kinds)
-        nn.init.zeros_(self.gates.weight)
-        nn.init.zeros_(self.gates.bias)
+        self.gates = Gates(embedding.shape[1], kinds)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("ids", ids)
@@ -47,7 +57,7 @@ class Student(nn.Module):
 
     def gated(self, hidden: Tensor, kinds: Tensor) -> Tensor:
         """[positions, sources]: the gates of copied tokens of these kinds; -inf for a kind of -1."""
-        if not self.gates.out_features:
+        if not len(self.gates.bias):
             return torch.full(kinds.shape, -torch.inf, dtype=torch.float32, device=hidden.device)
         gates = self.gates(hidden).float().gather(1, kinds.long().clamp(min=0))
         return gates.masked_fill(kinds < 0, -torch.inf)
