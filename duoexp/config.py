@@ -4,10 +4,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from math import inf
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULES = ("serial", "overlapped")
@@ -16,6 +17,12 @@ WORKERS = ("inline", "process")
 TEMPLATES = ("auto", "chat", "plain", "vicuna")
 ENGINES = ("auto", "lean", "transformers")
 VOCABULARY = ("strict", "warn", "off")
+BASELINES = ("paired", "cached")
+ON_ERROR = ("continue", "stop")
+
+_HERE = Path(__file__).parent
+_ROOT = _HERE if (_HERE / "conf").is_dir() else _HERE.parent  # installed, or a checkout
+CONF, SWEEPS = _ROOT / "conf", _ROOT / "sweeps"
 
 
 class InputError(ValueError):
@@ -101,6 +108,16 @@ class TrackerConfig:
 
 
 @dataclass
+class SweepConfig:
+    """How the jobs of a sweep are run; nothing of it changes what a job measures."""
+
+    on_error: str = "continue"  # or "stop": ON_ERROR
+    retries: int = 0  # more attempts for a job that failed, each going on where the one before ended
+    timeout: float | None = None  # seconds of an attempt
+    dry_run: bool = False  # check every job, and start none
+
+
+@dataclass
 class Config:
     """One experiment."""
 
@@ -112,6 +129,9 @@ class Config:
     task: TaskConfig = MISSING
     tracker: TrackerConfig = MISSING
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    repeats: int = 1  # of every prompt, each with models loaded anew and a seed of its own
+    resume: bool = False  # go on with what the same config left in output_dir, as each job of a sweep does
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
 def check_keys(given: Mapping[str, Any], kind: type = Config, path: str = "") -> None:
@@ -139,7 +159,15 @@ def check(config: Config) -> None:
     _within("sampling.top_k", sampling.top_k, sampling.top_k >= 0, "0 (all tokens) or more")
     _within("sampling.top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and up to 1 (all tokens)")
     _within("sampling.max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "1 or more")
+    _within("repeats", config.repeats, config.repeats >= 1, "1 or more")
     _within("sampling.stop", sampling.stop, all(sampling.stop), "no empty string")
+
+
+def check_sweep(sweep: SweepConfig) -> None:
+    """Raises InputError for the first value out of range."""
+    _within("sweep.on_error", sweep.on_error, sweep.on_error in ON_ERROR, _either(ON_ERROR))
+    _within("sweep.retries", sweep.retries, sweep.retries >= 0, "0 or more")
+    _within("sweep.timeout", sweep.timeout, sweep.timeout is None or sweep.timeout > 0, "null or seconds above 0")
 
 
 def _within(key: str, value: object, holds: bool, allowed: str) -> None:
@@ -152,5 +180,8 @@ def _either(words: tuple[str, ...]) -> str:
 
 
 def register() -> None:
-    """Makes the schema known to Hydra; `conf/config.yaml` starts from it."""
-    ConfigStore.instance().store(name="schema", node=Config)
+    """Makes the schema known to Hydra, which `conf/config.yaml` starts from, and the files of `sweeps` as choices."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for file in SWEEPS.glob("*.yaml"):  # not in `conf`, which is what a run is made of
+        store.store(group="sweeps", name=file.stem, node=OmegaConf.load(file), package="_global_")

@@ -3,6 +3,8 @@
 import difflib
 import re
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
@@ -26,6 +28,25 @@ def is_input(error: BaseException) -> bool:
 def is_told(error: BaseException) -> bool:
     """Whether its sentence is all that a user needs; the traceback of anything else is a report of a fault of ours."""
     return is_input(error) or type(error).__name__ in ("RunFailed", "DraftFailed")  # by name: their modules load torch
+
+
+def tell(error: Exception) -> int:
+    """Tells of it on stderr, in a sentence or with its traceback; returns the exit code that goes with it."""
+    if not is_told(error):
+        traceback.print_exception(error)
+    print(f"error: {sentence(error)}", file=sys.stderr)
+    return 2 if is_input(error) else 1
+
+
+def told(call: Callable[[], object]) -> int:
+    """The exit code of a process that calls this; its error is told."""
+    try:
+        call()
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return tell(error)
+    return 0
 
 
 def sentence(error: BaseException) -> str:

@@ -1,5 +1,7 @@
 """Facts of the machine: its description, the memory that was used, and what decisions rest on."""
 
+import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -33,6 +35,7 @@ def describe() -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "os": platform.platform(),
         "git": _git(Path(__file__).parent),
+        "code": code(),
     }
 
 
@@ -79,6 +82,17 @@ def _git(folder: Path) -> dict[str, Any]:
     if commit is None or changes is None:
         return {"commit": None, "dirty": None, "reason": "the checkout has no commit yet, or git does not answer"}
     return {"commit": commit, "dirty": bool(changes), "reason": None}
+
+
+@functools.cache
+def code() -> str:
+    """16 hex digits of the package's sources as they are, committed or not."""
+    package = Path(__file__).parent
+    sources = sorted(package.rglob("*.py"))
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(f"{source.relative_to(package)}\0".encode() + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def _version(package: str) -> str | None:

@@ -1,28 +1,34 @@
 """The files of a run: the truth, of which a tracker holds a copy. What is written is on disk before the next prompt."""
 
+import contextlib
 import hashlib
 import json
 import logging
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from duoexp.config import InputError
 
+log = logging.getLogger(__name__)
+
+LINES = ("prompts.jsonl", "rounds.jsonl", "baseline.jsonl")  # answers; the target passes of each, of both sides
+
 
 class Record:
-    """`<output_dir>/runs/<name>/<time>-<hash>/`, which no other run shares."""
+    """The folder of one run. shared: others may come to it, and wait until this record is closed."""
 
-    def __init__(self, output_dir: str, name: str, config: Mapping[str, Any]) -> None:
-        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
-        self.folder = _new_folder(Path(output_dir).expanduser() / "runs" / name, digest)
-        (self.folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+    def __init__(self, folder: Path, config: Mapping[str, Any], shared: bool = False) -> None:
+        self.folder = folder
+        self._lock = _locked(folder) if shared else None
+        (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(config))))
         self._open: dict[str, TextIO] = {}
-        self._log = logging.FileHandler(self.folder / "run.log")
+        self._log = logging.FileHandler(folder / "run.log")
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(self._log)
 
@@ -35,8 +41,16 @@ class Record:
     def append(self, name: str, value: Mapping[str, Any]) -> None:
         """A line of a JSON lines file."""
         if name not in self._open:
-            self._open[name] = (self.folder / name).open("w")
+            self._open[name] = (self.folder / name).open("a")
         self._open[name].write(json.dumps(value, allow_nan=False) + "\n")
+
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Drops the other lines of the files that an earlier process left, before anything is appended."""
+        for name in LINES:
+            kept = [json.dumps(line) + "\n" for line in lines(self.folder / name) if wanted(line)]
+            draft = self.folder / f".{name}"
+            draft.write_text("".join(kept))
+            draft.rename(self.folder / name)
 
     def log_traceback(self) -> None:
         """The traceback of the exception that is being handled, into the log alone: the console gets a sentence."""
@@ -51,22 +65,62 @@ class Record:
             file.close()
         logging.getLogger().removeHandler(self._log)
         self._log.close()
+        if self._lock is not None:
+            self._lock.release()
 
 
-def _new_folder(parent: Path, digest: str) -> Path:
-    """mkdir is what makes it ours: of two runs of the same second and config, the later takes the next name."""
-    stem = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{digest}"
+def lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of a JSON lines file; none when it is not there. Stops at one that a killed process left half."""
+    found: list[dict[str, Any]] = []
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError), file.open() as source:
+        for line in source:
+            found.append(json.loads(line))
+    return found
+
+
+def digest(value: object) -> str:
+    """16 hex digits of what is JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def runs(output_dir: str, name: str) -> Path:
+    """Where the runs of a group are: a folder each."""
+    return Path(output_dir).expanduser() / "runs" / name
+
+
+def new_folder(parent: Path, key: str) -> Path:
+    """`<time>-<key>`. mkdir is what makes it ours: of two runs of the same second and key, the later takes the next."""
+    stem = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{key[:8]}"
     for attempt in range(1, 1000):
         folder = parent / (stem if attempt == 1 else f"{stem}-{attempt}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            if not parent.is_dir():
-                raise InputError(f"output_dir: {parent} is not a folder; give another output_dir") from None
-            continue
-        except OSError as error:
-            raise InputError(
-                f"output_dir: {folder} cannot be made ({error.strerror}); give another output_dir"
-            ) from None
-        return folder
+        with contextlib.suppress(FileExistsError):
+            return _made(folder, exist_ok=False)
     raise InputError(f"output_dir: {parent} holds 1000 runs of this second; give another name")
+
+
+def same_folder(folder: Path) -> Path:
+    """The folder that every process with this key goes on in."""
+    return _made(folder, exist_ok=True)
+
+
+def _made(folder: Path, exist_ok: bool) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        if folder.parent.is_dir() and not exist_ok:
+            raise
+        raise InputError(f"output_dir: {folder.parent} is not a folder; give another output_dir") from None
+    except OSError as error:
+        raise InputError(f"output_dir: {folder} cannot be made ({error.strerror}); give another output_dir") from None
+    return folder
+
+
+def _locked(folder: Path) -> FileLock:
+    """Waits for a process that is at the same run: of another sweep, or one that is about to be stopped."""
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        log.warning("another process is at this run, in %s; waiting for it", folder)
+        lock.acquire()
+    return lock

@@ -1,17 +1,19 @@
 """One experiment, from config to summary: every prompt decoded autoregressively and with the method, in turn."""
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from duoexp import machine, tasks, templates, terminal
+from duoexp import decodings, machine, tasks, templates, terminal
 from duoexp.config import Config, InputError, check, check_keys
 from duoexp.drafters import Drafter
 from duoexp.engine import Engine, Method
@@ -20,9 +22,10 @@ from duoexp.hardware import Hardware, decide, placed
 from duoexp.identity import compare
 from duoexp.lm.causal_lm import CausalLM
 from duoexp.lm.load import Model, check_vocabulary, describe, eos_ids, load
-from duoexp.lm.sources import resolve
+from duoexp.lm.sources import files, resolve
 from duoexp.metrics import Pair, block_efficiency, speedup, tokens_per_s
-from duoexp.record import Record
+from duoexp.record import Record, digest, new_folder, runs, same_folder
+from duoexp.resume import resumed
 from duoexp.sampling import Sampler
 from duoexp.schedule import SCHEDULES, serial
 from duoexp.summary import Answer, Results, summarize
@@ -55,7 +58,24 @@ class Plan:
     sampler: Sampler
     notes: tuple[str, ...]
 
-    def about(self) -> dict[str, Any]:
+    @cached_property
+    def key(self) -> str:
+        """What the result depends on: the config, the code, the prompts and the models' files; not on the machine.
+
+        Machines that share a folder share the jobs too; which of them ran a job is in its machine.json.
+        """
+        apart = ("output_dir", "tracker", "resume", "sweep")  # none of these changes what is measured
+        models = [files(each.source, each.config) for each in (self.target, self.draft) if each is not None]
+        config = {key: value for key, value in self.resolved.items() if key not in apart}
+        return digest([config, machine.code(), tasks.prompts_hash(self.prompts), models])
+
+    @property
+    def folder(self) -> Path:
+        """Where every process with this key goes on."""
+        return runs(self.config.output_dir, self.config.name) / self.key
+
+    def about(self, resumed: int) -> dict[str, Any]:
+        """resumed: how many answers an earlier process left."""
         template, tokenizer = self.config.model.template, self.target.tokenizer
         return {
             "model": self.config.model.name,
@@ -64,6 +84,9 @@ class Plan:
             "method": self.config.draft.name,
             "hardware": asdict(self.hardware),
             "notes": list(self.notes),
+            "key": self.key,
+            "repeats": self.config.repeats,
+            "resumed_answers": resumed,
             "prompts_hash": tasks.prompts_hash(self.prompts),
             "template": templates.resolve(tokenizer, template),
             "template_hash": templates.template_hash(tokenizer, template),
@@ -76,21 +99,20 @@ def run(cfg: DictConfig, profiles: Path) -> dict[str, Any]:
     Raises InputError before any model loads, RunFailed when an answer was not the target's own or none came out.
     """
     plan = prepare(cfg, profiles)
-    record, results, status = Record(plan.config.output_dir, plan.config.name, plan.resolved), Results(), "failed"
-    about, shown = plan.about(), terminal.console()
+    record, results, status = _record(plan), Results(), "failed"
+    if plan.config.resume:
+        if stands(record.folder):  # by another process, which was waited for
+            record.close()
+            return summary_of(record.folder)
+        results.answers += resumed(record, plan.prompts, plan.config.repeats)
+    about, shown = plan.about(len(results.answers)), terminal.console()
     try:
         description = machine.describe()
         record.write("machine.json", description)
         plan.tracker.start(record.folder, plan.config.name, about["method"], plan.resolved | {"machine": description})
-        with _loaded(plan, results) as (engine, baseline, method):
-            description["threads"] |= machine.describe()["threads"]  # in force from here on
-            record.write("machine.json", description)
-            with terminal.Progress(shown, len(plan.prompts)) as progress:
-                for done, prompt in enumerate(plan.prompts, start=1):
-                    for answer in _turns(engine, baseline, method, prompt, results):
-                        _keep(record, plan.tracker, engine, answer, len(results.answers))
-                        results.note_failure(answer, method.worker)
-                    progress.update(prompt.kind, results.pairs(), done)
+        with terminal.Progress(shown, len(plan.prompts) * plan.config.repeats) as progress:
+            for repeat in range(plan.config.repeats):
+                _repeat(plan, repeat, record, results, description, progress)
         status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"
@@ -108,6 +130,48 @@ def run(cfg: DictConfig, profiles: Path) -> dict[str, Any]:
     if fault := _fault(summary):
         raise RunFailed(fault)
     return summary
+
+
+def _record(plan: Plan) -> Record:
+    folder = same_folder(plan.folder) if plan.config.resume else new_folder(plan.folder.parent, plan.key)
+    return Record(folder, plan.resolved, shared=plan.config.resume)
+
+
+def _repeat(
+    plan: Plan,
+    repeat: int,
+    record: Record,
+    results: Results,
+    description: dict[str, Any],
+    progress: terminal.Progress,
+) -> None:
+    """Decodes every prompt that has no answer yet, with a seed and freshly loaded models of this repeat's own."""
+    finished = {answer.prompt.id for answer in results.answers if answer.repeat == repeat}
+    prompts = [prompt for prompt in plan.prompts if prompt.id not in finished]
+    if not prompts:
+        return
+    plan = replace(plan, sampler=replace(plan.sampler, seed=plan.sampler.seed + repeat))
+    with _loaded(plan, results) as (engine, baseline, method):
+        description["threads"] |= machine.describe()["threads"]  # in force from here on
+        record.write("machine.json", description)
+        for done, prompt in enumerate(prompts, start=1 + repeat * len(plan.prompts) + len(finished)):
+            for answer in _turns(engine, baseline, method, prompt, repeat, results):
+                _keep(record, plan.tracker, engine, answer, len(results.answers))
+                results.note_failure(answer, method.worker)
+            progress.update(prompt.kind, results.pairs(), done)
+
+
+def stands(folder: Path) -> bool:
+    """Whether a run in this folder has come to its end, with a result that stands."""
+    if not (folder / "summary.json").is_file():
+        return False
+    summary = summary_of(folder)
+    return summary["status"] == "finished" and not _fault(summary)
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
 
 
 def prepare(cfg: DictConfig, profiles: Path) -> Plan:
@@ -196,7 +260,7 @@ def _worker(plan: Plan) -> Worker:
     engine = plan.config.model.engine
     vocabulary = min(plan.target.tokens, draft.tokens) if draft else 0
     weights = partial(load, draft, engine, place.device, place.dtype, vocabulary) if draft else None
-    build = partial(_started, plan.drafter, weights, plan.sampler, sampled)
+    build = partial(_started, deepcopy(plan.drafter), weights, plan.sampler, sampled)  # the next repeat's is as new
     if plan.hardware.worker == "inline":
         return Inline(build(), plan.target.tokens)
     return Process(build, partial(placed, place), plan.target.tokens, plan.drafter.observes)
@@ -207,14 +271,16 @@ def _started(drafter: Drafter, weights: Callable[[], CausalLM] | None, sampler: 
     return drafter
 
 
-def _turns(engine: Engine, baseline: Method, method: Method, prompt: Prompt, results: Results) -> Iterator[Answer]:
+def _turns(
+    engine: Engine, baseline: Method, method: Method, prompt: Prompt, repeat: int, results: Results
+) -> Iterator[Answer]:
     """Each turn decoded both ways, on the baseline's answers to the turns before; who goes first takes turns too."""
     answers: list[str] = []
     for turn in range(len(prompt.turns)):
         try:
             ids = engine.encode(prompt, answers)
         except InputError as error:
-            results.failed.append({"prompt": prompt.id, "turn": turn, "reason": str(error)})
+            results.failed.append({"prompt": prompt.id, "turn": turn, "repeat": repeat, "reason": str(error)})
             return
         if len(results.answers) % 2:
             ours, theirs = engine.decode(method, ids), engine.decode(baseline, ids)
@@ -222,9 +288,8 @@ def _turns(engine: Engine, baseline: Method, method: Method, prompt: Prompt, res
             theirs, ours = engine.decode(baseline, ids), engine.decode(method, ids)
         equality = method.rule is match or engine.sampler.temperature == 0
         compared = compare(engine.target, engine.sampler, ids, theirs.ids, ours.ids) if equality else None
-        answer = Answer(
-            prompt, turn, ids, engine.text(theirs.ids), Pair(prompt.id, prompt.kind, theirs, ours), compared
-        )
+        pair = Pair(prompt.id, prompt.kind, theirs, ours)
+        answer = Answer(prompt, turn, repeat, ids, engine.text(theirs.ids), pair, compared)
         results.answers.append(answer)
         answers.append(answer.text)
         yield answer
@@ -233,24 +298,17 @@ def _turns(engine: Engine, baseline: Method, method: Method, prompt: Prompt, res
 def _keep(record: Record, tracker: Tracker, engine: Engine, answer: Answer, step: int) -> None:
     """Writes an answer: to disk first, then to the tracker."""
     prompt, pair = answer.prompt, answer.pair
-    key = {"prompt": prompt.id, "turn": answer.turn}
+    key = {"prompt": prompt.id, "turn": answer.turn, "repeat": answer.repeat}
     sides = {
-        name: {
-            "tokens": len(side.ids),
-            "ids": list(side.ids),
-            "text": engine.text(side.ids),
-            "reason": side.reason,
-            "duration_s": side.duration_s,
-            "ttft_s": side.ttft_s,
-        }
-        for name, side in (("baseline", pair.baseline), ("method", pair.method))
+        name: decodings.side(each, engine.text(each.ids))
+        for name, each in (("baseline", pair.baseline), ("method", pair.method))
     }
     compared = asdict(answer.comparison) if answer.comparison else None
     facts = {"kind": prompt.kind, "prompt_tokens": len(answer.ids), "prompt_ids": answer.ids}
-    for number, each in enumerate(pair.method.rounds):
-        fields = asdict(each) | {"start_s": each.start_s - pair.method.start_s}
-        fields["spans"] = [[start - pair.method.start_s, end - pair.method.start_s] for start, end in each.spans]
-        record.append("rounds.jsonl", key | {"round": number} | fields)
+    for name, each in (("rounds.jsonl", pair.method), ("baseline.jsonl", pair.baseline)):
+        for row in decodings.rows(each):
+            record.append(name, key | row)
+    record.flush()  # the answer last: one that is there is there with its rounds
     record.append("prompts.jsonl", key | facts | sides | {"comparison": compared, "speedup": speedup([pair])})
     record.flush()
     tracker.log(

@@ -18,6 +18,7 @@ class Answer:
 
     prompt: Prompt
     turn: int
+    repeat: int
     ids: list[int]  # of the prompt
     text: str  # of the baseline, which the next turn is built on
     pair: Pair
@@ -45,7 +46,7 @@ class Results:
     def of(self, kind: str) -> list[dict[str, Any]]:
         """The comparisons of a kind, each with the prompt that it is about."""
         return [
-            {"prompt": answer.prompt.id, "turn": answer.turn} | asdict(answer.comparison)
+            {"prompt": answer.prompt.id, "turn": answer.turn, "repeat": answer.repeat} | asdict(answer.comparison)
             for answer in self.answers
             if answer.comparison is not None and answer.comparison.kind == kind
         ]

@@ -157,6 +157,17 @@ def _self(source: str, rest: str, target: Checkpoint | None) -> Checkpoint:
     return replace(target, bits=int(rest or 8))
 
 
+def files(source: str, config: object) -> list[object]:
+    """What tells the files behind a source from others, without reading them: the commit of a hub's, sizes and times.
+
+    config: that of the model, as transformers gives it. What is named by its content, like a wheel, is its name.
+    """
+    path = Path(source).expanduser()
+    found = sorted(path.glob("*")) if path.is_dir() else [path] if path.is_file() else []
+    facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in found]
+    return [source, getattr(config, "_commit_hash", None), facts]
+
+
 def _depth(checkpoint: Checkpoint) -> int | None:
     """How many layers the config tells; None where it isn't on this machine or doesn't say."""
     folder = Path(checkpoint.path)

@@ -1,0 +1,168 @@
+"""A sweep: Hydra says which jobs there are and where; each is run here, in its own process, and told of in a table.
+
+`job` is what every launcher runs, so that jobs end, are retried, resumed and recorded alike under all of them.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+from rich.markup import escape
+from rich.table import Table
+
+from duoexp import child
+from duoexp.config import CONF, SweepConfig, check_sweep
+from duoexp.errors import is_told, sentence, tell
+
+COMMAND = (sys.executable, "-m", "duoexp.job")
+
+
+class JobFailed(RuntimeError):
+    """For a sweeper that must know; what failed is in the job's record."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A line of the table. status: done, failed, skipped, interrupted, planned; `reason` says why in a line."""
+
+    number: int
+    overrides: tuple[str, ...]
+    status: str
+    reason: str | None = None
+    folder: str | None = None  # of the run
+    log: str | None = None  # all that the process printed
+    seconds: float | None = None
+    attempts: int = 0
+    speedup: float | None = None
+
+
+class Begun(Callback):
+    """Hydra's callback: remembers the folder of the sweep, whose records `end` tells of."""
+
+    folder: Path | None = None
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        Begun.folder = Path(config.hydra.sweep.dir)
+
+
+def job(cfg: DictConfig) -> float | None:
+    """Runs one job and writes its record into the sweep's folder; returns its speedup.
+
+    A failure is recorded, and raised only for a sweeper other than Hydra's basic one, which would end the sweep.
+    Raises InputError for wrong settings of the sweep itself.
+    """
+    hydra = HydraConfig.get()
+    os.chdir(hydra.runtime.cwd)  # a launcher's worker may live elsewhere
+    settings: SweepConfig = OmegaConf.to_object(cfg.sweep)  # type: ignore[assignment]
+    check_sweep(settings)
+    folder, number = Path(hydra.sweep.dir), int(hydra.job.num)
+    begun = Job(number, tuple(hydra.overrides.task), "interrupted", log=str(folder / f"{number:03}.log"))
+    alone = "BasicLauncher" in hydra.launcher._target_
+    if alone:
+        print(f"== {' '.join(begun.overrides)}", flush=True)
+    ended = begun
+    try:
+        ended = _run(cfg, settings, begun, folder, alone)
+    finally:
+        _write(folder, ended)
+    if not alone:
+        print(f"== {' '.join(begun.overrides)}: {ended.status}", flush=True)
+    if ended.status == "failed" and "BasicSweeper" not in hydra.sweeper._target_:
+        raise JobFailed(ended.reason)
+    return ended.speedup
+
+
+def _run(cfg: DictConfig, settings: SweepConfig, begun: Job, folder: Path, shown: bool) -> Job:
+    if settings.on_error == "stop" and any(each.status == "failed" for each in jobs(folder)):
+        return replace(begun, status="skipped", reason="a job before it failed, and sweep.on_error=stop")
+    from duoexp import runner  # torch takes seconds
+
+    try:
+        plan = runner.prepare(cfg, CONF / "hardware")
+    except Exception as error:  # what is wrong with this job is no fault of the others
+        if not is_told(error):
+            tell(error)
+        return replace(begun, status="failed", reason=sentence(error), log=None)
+    begun = replace(begun, folder=str(plan.folder))
+    if runner.stands(plan.folder):
+        return replace(_with_speedup(begun), status="skipped", reason="done before")
+    given = json.dumps(OmegaConf.to_container(cfg, resolve=True) | {"resume": True})  # type: ignore[operator]
+    return _attempted(given, settings, begun, shown)
+
+
+def _attempted(given: str, settings: SweepConfig, begun: Job, shown: bool) -> Job:
+    """Each attempt goes on where the one before ended."""
+    job = replace(begun, seconds=0.0)
+    while True:
+        end = child.run(COMMAND, given, Path(str(job.log)), settings.timeout, shown)
+        job = replace(job, seconds=job.seconds + end.seconds, attempts=job.attempts + 1)  # type: ignore[operator]
+        if end.reason is None:
+            return replace(_with_speedup(job), status="done")
+        if end.code == 2 or job.attempts > settings.retries:  # wrong input stays wrong
+            return replace(job, status="failed", reason=end.reason)
+
+
+def _with_speedup(job: Job) -> Job:
+    summary = json.loads((Path(str(job.folder)) / "summary.json").read_text())
+    return replace(job, speedup=summary["speedup"])
+
+
+def _write(folder: Path, job: Job) -> None:
+    """A file a job, whole or not there: jobs of other processes and machines write beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f".{job.number:03}.json"
+    draft.write_text(json.dumps(asdict(job), indent=2) + "\n")
+    draft.rename(folder / f"{job.number:03}.json")
+
+
+def jobs(folder: Path) -> list[Job]:
+    """The jobs of a sweep that have ended so far."""
+    found = [json.loads(file.read_text()) for file in sorted(folder.glob("[0-9]*.json"))]
+    return [Job(**each | {"overrides": tuple(each["overrides"])}) for each in found]
+
+
+def end() -> list[Job]:
+    """Tells of all jobs of the sweep that this process ran, if it did; each failed one in a line on stderr."""
+    folder, Begun.folder = Begun.folder, None
+    ended = jobs(folder) if folder is not None else []
+    if not ended:
+        return []
+    from duoexp.terminal import console
+
+    console().print(table(ended))
+    for each, settings in zip(ended, axes(ended), strict=True):
+        if each.status == "failed":
+            where = f" ({each.log})" if each.log else ""
+            print(f"failed: {settings}: {each.reason}{where}", file=sys.stderr, flush=True)
+    print(folder, flush=True)
+    return ended
+
+
+def table(jobs: Sequence[Job]) -> Table:
+    """A line a job."""
+    counts = Counter(job.status for job in jobs)
+    found = Table(title=", ".join(f"{count} {status}" for status, count in counts.items()), title_justify="left")
+    for name in ("job", "settings", "status", "speedup", "time", "folder, or why not"):
+        wide = name in ("settings", "folder, or why not")
+        found.add_column(name, justify="right" if name in ("job", "speedup", "time") else "left", no_wrap=not wide)
+    for job, settings in zip(jobs, axes(jobs), strict=True):
+        speedup = "-" if job.speedup is None else f"{job.speedup:.2f}"
+        time = "-" if job.seconds is None else f"{job.seconds:.0f} s"
+        found.add_row(
+            str(job.number), escape(settings), job.status, speedup, time, escape(job.reason or job.folder or "")
+        )
+    return found
+
+
+def axes(jobs: Sequence[Job]) -> list[str]:
+    """The overrides of each job that not all of them share; all of them where there is one job."""
+    common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+    return [" ".join(each for each in job.overrides if each not in common) for job in jobs]

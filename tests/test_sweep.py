@@ -1,0 +1,252 @@
+"""Sweeps: how their jobs end, what a failure does to the others, and how one goes on where another process ended."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CONF, composed
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from test_run import ROOT, SHORT, Listening, lines, main, strict
+
+from duoexp import child, runner, sweep
+from duoexp.config import SWEEPS, Config, check, register
+
+FILES = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
+
+# A job that takes no time: what it does depends on the budget that it is given.
+FAKE = """
+import json, os, signal, sys, time
+budget = json.loads(sys.stdin.readline())["draft"]["budget"]
+print("hello from", budget, flush=True)
+if budget == 2:
+    sys.exit("error: of its own")
+if budget == 3:
+    os._exit(7)
+if budget == 4:
+    os.kill(os.getpid(), signal.SIGKILL)
+if budget == 5:
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def fake(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (here / "fake.py").write_text(FAKE)
+    monkeypatch.setattr(sweep, "COMMAND", (sys.executable, "-S", str(here / "fake.py")))
+    monkeypatch.setattr(sweep, "_with_speedup", lambda job: job)
+    return here
+
+
+def records(here: Path) -> list[sweep.Job]:
+    [folder] = (here / "outputs" / "sweeps").glob("*/*")
+    return sweep.jobs(folder)
+
+
+# How jobs end
+
+
+def test_a_job_that_dies_leaves_the_others_and_the_sweep_alive(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, "-m", *SHORT, "draft.budget=-1,2,3,4,1,-3") == 1
+    ended = records(fake)
+    assert [job.status for job in ended] == ["failed"] * 4 + ["done", "failed"]
+    assert [job.attempts for job in ended] == [0, 1, 1, 1, 1, 0], "wrong input starts no process"
+    out, errors = capsys.readouterr()
+    told = [line for line in errors.splitlines() if line.startswith("failed: ")]
+    words = ["budget=-1 is out of range", "of its own", "exit code 7", "signal 9", "budget=-3 is out of range"]
+    assert len(told) == 5 and all(word in line for word, line in zip(words, told, strict=True)), told
+    assert all(f"draft.budget={value}" in line for value, line in zip((-1, 2, 3, 4, -3), told, strict=True))
+    assert "hello from 2" in out and "hello from 2" in Path(str(ended[1].log)).read_text()
+    assert "5 failed, 1 done" in out
+
+
+def test_a_sweep_stops_at_a_failure_when_it_was_told_to(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(monkeypatch, "-m", *SHORT, "draft.budget=1,3,6", "sweep.on_error=stop") == 1
+    assert [job.status for job in records(fake)] == ["done", "failed", "skipped"]
+
+
+def test_a_failed_job_is_tried_again(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(monkeypatch, "-m", *SHORT, "draft.budget=3", "sweep.retries=2") == 1
+    assert [(job.status, job.attempts) for job in records(fake)] == [("failed", 3)]
+
+
+def test_a_job_that_takes_too_long_is_stopped(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(monkeypatch, "-m", *SHORT, "draft.budget=5,1", "sweep.timeout=2") == 1
+    late, done = records(fake)
+    assert late.reason == "stopped after sweep.timeout=2 s" and done.status == "done"
+
+
+@pytest.mark.parametrize("setting", ("on_error=hope", "retries=-1", "timeout=0"))
+def test_a_sweep_with_a_wrong_setting_starts_no_job(
+    setting: str, fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, "-m", *SHORT, "draft.budget=1,2", f"sweep.{setting}") == 2
+    assert records(fake) == []
+    assert "error: sweep." in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_the_job_and_is_told(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(child, "_followed", interrupted)
+    assert main(monkeypatch, "-m", *SHORT, "draft.budget=5,1") == 130
+    assert [job.status for job in records(fake)] == ["interrupted"]
+
+
+def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+    """Even when the parent is killed, so that it can do nothing about it."""
+    (tmp_path / "job.py").write_text(
+        "import pathlib, os, time\n"
+        "from duoexp.child import die_with_parent\n"
+        "print(die_with_parent())\n"
+        "pathlib.Path('pid').write_text(str(os.getpid()))\n"
+        "try:\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    pathlib.Path('ended').touch()\n"
+    )
+    (tmp_path / "parent.py").write_text(
+        "import sys, pathlib\n"
+        "from duoexp.child import run\n"
+        "run((sys.executable, 'job.py'), 'hi', pathlib.Path('log'), None, False)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, "parent.py"], cwd=tmp_path, env=environment)
+    until((tmp_path / "pid").exists)
+    parent.kill()
+    parent.wait()
+    until((tmp_path / "ended").exists)
+
+
+def until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it never held"
+        time.sleep(0.02)
+
+
+# Going on
+
+
+def test_a_killed_run_goes_on_with_its_next_prompt(
+    here: Path, monkeypatch: pytest.MonkeyPatch, listening: None
+) -> None:
+    """Its summary is then as if it had never been stopped, but for the times."""
+    settings = (*SHORT, "task.limit=4", "resume=true", "tracker.tracker._target_=test_run.Listening")
+    with monkeypatch.context() as patch:
+        patch.setattr(Listening, "interrupts_at", 3)
+        assert main(patch, *settings) == 130
+    [folder] = (here / "outputs" / "runs" / "default").iterdir()
+    left = lines(folder / "prompts.jsonl")
+    with (folder / "prompts.jsonl").open("a") as file:
+        file.write(json.dumps(left[-1] | {"turn": 1, "prompt": "another"})[:70])  # half a line
+    (folder / "rounds.jsonl").write_text((folder / "rounds.jsonl").read_text() + json.dumps({"prompt": "another"})[:9])
+    assert main(monkeypatch, *settings) == 0
+    assert len(list((here / "outputs" / "runs" / "default").iterdir())) == 1
+    resumed = strict((folder / "summary.json").read_text())
+    prompts, kept = lines(folder / "prompts.jsonl"), resumed["resumed_answers"]
+    assert kept >= 2 and prompts[:kept] == left[:kept]
+    assert main(monkeypatch, *settings, "name=whole", "resume=false") == 0
+    [other] = (here / "outputs" / "runs" / "whole").iterdir()
+    whole = strict((other / "summary.json").read_text())
+    for name in ("answers", "tokens", "tau", "alpha", "alpha_by_position", "sequences", "draft_steps", "identical"):
+        assert resumed[name] == whole[name], name
+    keys = [(each["prompt"], each["turn"]) for each in prompts]
+    assert keys == [(each["prompt"], each["turn"]) for each in lines(other / "prompts.jsonl")]
+    for file in ("rounds.jsonl", "baseline.jsonl"):
+        of = [[each["tokens"] for each in lines(place / file)] for place in (folder, other)]
+        assert of[0] == of[1]
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Listening, "heard", [])
+    yield
+
+
+def test_the_same_command_again_runs_what_is_missing_or_failed_alone(
+    fake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(monkeypatch, *SHORT, "resume=true", "draft.budget=1") == 0
+    [folder] = (fake / "outputs" / "runs" / "default").iterdir()
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert main(monkeypatch, "-m", *SHORT, "draft.budget=1,3") == 1
+    assert [(job.status, job.attempts) for job in records(fake)] == [("skipped", 0), ("failed", 1)]
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
+    summary = strict((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"identical": False}))
+    assert not runner.stands(folder), "a result that does not stand is no result"
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ("draft.budget=3", False),
+        ("sampling.seed=1", False),
+        ("task.text=b", False),
+        ("hardware.target.threads=null", False),
+        ("repeats=2", False),
+        ("output_dir=elsewhere", True),
+        ("sweep.retries=3", True),
+        ("tracker=offline", True),
+    ],
+)
+def test_a_job_is_known_by_what_its_result_depends_on(change: str, same: bool) -> None:
+    keys = [runner.prepare(composed(*given), CONF / "hardware").key for given in ((), (change,))]
+    assert (keys[0] == keys[1]) == same
+
+
+def test_a_job_is_known_by_its_code_and_by_the_words_of_its_file_of_prompts(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def key() -> str:
+        return runner.prepare(composed("task.text=null", "task.path=asked.txt"), CONF / "hardware").key
+
+    (here / "asked.txt").write_text("one")
+    first = key()
+    (here / "asked.txt").write_text("two")
+    assert key() != first
+    (here / "asked.txt").write_text("one")
+    assert key() == first
+    monkeypatch.setattr(runner.machine, "code", lambda: "other")
+    assert key() != first
+
+
+# The files
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_sweep_is_a_grid_of_valid_configs(name: str) -> None:
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", overrides=[f"sweeps={name}"], return_hydra_config=True)
+    assert cfg.name == name and cfg.hydra.mode.name == "MULTIRUN"
+    for job in grid(cfg.hydra.sweeper.params):
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            config = OmegaConf.to_object(compose("config", overrides=[f"sweeps={name}", *job]))
+        assert isinstance(config, Config)
+        check(config)
+    assert (SWEEPS / f"{name}.yaml").read_text().startswith("# "), "its first line says what it is"
+
+
+def grid(params: dict[str, Any]) -> list[list[str]]:
+    """The first job and the last: between them they have every axis at both its ends."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    overrides = OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in params.items()])
+    [jobs] = BasicSweeper.split_arguments(overrides, None)
+    return [jobs[0], jobs[-1]]
