@@ -10,7 +10,6 @@ from typing import Any
 from duoexp.metrics import Decoding
 from duoexp.schedule import Round
 
-_FIELDS = {each.name for each in fields(Round)}
 
 
 def side(decoding: Decoding, text: str) -> dict[str, Any]:
@@ -36,7 +35,10 @@ def rows(decoding: Decoding) -> Iterator[dict[str, Any]]:
 
 
 def decoding(side: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Decoding:
-    """The decoding that `side` and `rows` were made of, on a clock that began with it."""
+    """The decoding that `side` and `rows` were made of, on a clock that began with it.
+
+    Rows of an older version may lack a field of a round, which is then None.
+    """
     rounds = tuple(_round(row) for row in rows)
     spans = [span for each in rounds for span in each.spans]
     return Decoding(
@@ -46,15 +48,16 @@ def decoding(side: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Deco
         start_s=0.0,
         first_s=side["ttft_s"],
         end_s=side["duration_s"],
-        spans=(*spans, *((start, end) for start, end in side["rest"])),
-        draft_tokens=side["draft_tokens"],
+        spans=(*spans, *((start, end) for start, end in side.get("rest", ()))),
+        draft_tokens=side.get("draft_tokens", sum(each.drafted for each in rounds)),
     )
 
 
 def _round(row: Mapping[str, Any]) -> Round:
-    values = {name: value for name, value in row.items() if name in _FIELDS}
     spans = tuple((start, end) for start, end in row["spans"])
-    return Round(**values | {"tokens": tuple(row["tokens"]), "spans": spans})
+    return Round(
+        **{each.name: row.get(each.name) for each in fields(Round)} | {"tokens": tuple(row["tokens"]), "spans": spans}
+    )
 
 
 def _moved(spans: Sequence[tuple[float, float]], by: float) -> list[list[float]]:

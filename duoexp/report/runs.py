@@ -3,16 +3,16 @@
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from duoexp.config import InputError
-from duoexp.metrics import Decoding, Pair
-from duoexp.schedule import Round
+from duoexp.decodings import decoding
+from duoexp.metrics import Pair
 
 READ = (
     "status",
@@ -88,13 +88,13 @@ def read(folder: Path) -> Run:
     """The run of a folder. Its summary is empty when the run was killed before it wrote one."""
     rounds = defaultdict(list)
     for row in _lines(folder / "rounds.jsonl"):
-        rounds[row["prompt"], row["turn"]].append(_round(row))
+        rounds[_key(row)].append(row)
     return Run(
         folder,
         OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")),  # type: ignore[arg-type]
         _json(folder / "machine.json"),
         _json(folder / "summary.json"),
-        tuple(_answer(row, rounds[row["prompt"], row["turn"]]) for row in _lines(folder / "prompts.jsonl")),
+        tuple(_answer(row, rounds[_key(row)]) for row in _lines(folder / "prompts.jsonl")),
     )
 
 
@@ -122,32 +122,14 @@ def _fault(run: Run) -> str | None:
     return None if run.answers else "none of its prompts could be run"
 
 
-def _answer(row: Mapping[str, Any], rounds: Iterable[Round]) -> Answer:
+def _key(row: Mapping[str, Any]) -> tuple[str, int, int]:
+    return row["prompt"], row["turn"], row.get("repeat", 0)  # a run of old has one
+
+
+def _answer(row: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> Answer:
     method = row["method"]
-    pair = Pair(row["prompt"], row["kind"], _decoding(row["baseline"]), _decoding(method, tuple(rounds)))
+    pair = Pair(row["prompt"], row["kind"], decoding(row["baseline"], ()), decoding(method, rounds))
     return Answer(row["turn"], row["prompt_tokens"], method["text"], tuple(method.get("pieces", ())), pair)
-
-
-def _decoding(side: Mapping[str, Any], rounds: tuple[Round, ...] = ()) -> Decoding:
-    """Times count from the start of the answer. Draft steps that came to light after its end are not on record."""
-    return Decoding(
-        ids=tuple(side["ids"]),
-        reason=side["reason"],
-        rounds=rounds,
-        start_s=0.0,
-        first_s=side["ttft_s"],
-        end_s=side["duration_s"],
-        spans=tuple(span for each in rounds for span in each.spans),
-        draft_tokens=side.get("draft_tokens", sum(each.drafted for each in rounds)),
-    )
-
-
-def _round(row: Mapping[str, Any]) -> Round:
-    """A field that the run did not know yet is None."""
-    values = {field.name: row.get(field.name) for field in fields(Round)}
-    values["tokens"] = tuple(row["tokens"])
-    values["spans"] = tuple((start, end) for start, end in row["spans"])
-    return Round(**values)  # type: ignore[arg-type]
 
 
 def _json(file: Path) -> dict[str, Any]:
