@@ -11,7 +11,6 @@ from duoexp.metrics import Decoding
 from duoexp.schedule import Round
 
 
-
 def side(decoding: Decoding, text: str) -> dict[str, Any]:
     """What a line of prompts.jsonl says of one side. `rest`: draft steps that no pass came after."""
     known = {span for each in decoding.rounds for span in each.spans}
