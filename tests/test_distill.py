@@ -12,6 +12,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from torch import Tensor
+from transformers import CohereConfig, GPTNeoXConfig
 
 from duoexp import tasks
 from duoexp.__main__ import CONF
@@ -390,3 +391,40 @@ def test_the_word_distilled_takes_the_packaged_draft_that_fits(
     assert found.checkpoint.path == str(tmp_path / "tiny") and found.checkpoint.base == place.checkpoint
     with pytest.raises(InputError, match="'distilled' names no model"):
         sources.resolve("distilled")
+
+
+def test_a_model_of_its_own_is_trained_and_exported(tmp_path: Path) -> None:
+    """Any config, from random weights: it learns, and what is exported is an ordinary model that says the same."""
+    place = target()
+    GPTNeoXConfig(
+        vocab_size=place.rows, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    ).save_pretrained(tmp_path / "config")
+    how = [f"student.model={tmp_path / 'config'}", "data.chats=32", "train.steps=60", "train.measure_every=10"]
+    draft = distil(tmp_path / "run", *how)
+    curve = [point["loss"] for point in json.loads((tmp_path / "run/result.json").read_text())["curve"]]
+    assert curve[-1] < curve[0] - 0.1
+    assert "It is a model of its own" in (draft / "README.md").read_text()
+    state = torch.load(tmp_path / "run/checkpoint.pt", weights_only=True)["average"]
+    checkpoint = sources.resolve(str(draft))
+    loaded: Any = load.load(load.describe(str(draft), checkpoint), "transformers", "cpu", "float32", place.tokens)
+    for name, weight in loaded.model.named_parameters():
+        torch.testing.assert_close(weight, state[f"model.{name}"])
+
+
+def test_a_model_of_its_own_goes_on_from_its_weights(tmp_path: Path) -> None:
+    source = "random:context=2048"
+    draft = distil(tmp_path, f"student.model='{source}'", "data.chats=32", "train.steps=2")
+    assert json.loads((tmp_path / "result.json").read_text())["held_out_acceptance_before"] == 1
+    assert (draft / "model.safetensors").is_file()
+
+
+def test_a_model_of_its_own_with_another_vocabulary_or_head_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    GPTNeoXConfig(vocab_size=100, **sizes).save_pretrained(tmp_path / "small")
+    with pytest.raises(InputError, match="has 100 tokens, and the target 259"):
+        distil(tmp_path / "a", f"student.model={tmp_path / 'small'}", "data.chats=32")
+    CohereConfig(vocab_size=target().rows, logit_scale=0.25, pad_token_id=0, **sizes).save_pretrained(
+        tmp_path / "scaled"
+    )
+    with pytest.raises(InputError, match="CohereForCausalLM, whose head does more than multiply"):
+        distil(tmp_path / "b", f"student.model={tmp_path / 'scaled'}", "data.chats=32")

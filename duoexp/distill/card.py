@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from duoexp.distill.data import Texts
-from duoexp.distill.export import About
 from duoexp.distill.settings import DistillConfig
 
 CARD = """\
@@ -15,14 +14,11 @@ CARD = """\
 Made by `python -m duoexp.distill` for speculative decoding: it guesses what the target says next, and is of no other
 use. The target: `{target}`
 
-It stands on that model's embedding and on {head} rows of its head, so it loads only beside it
-(tokenizer SHA-256 `{hash}`).
+{about}
 
 | | |
 | --- | --- |
-| layers | {depth}, started from layers {layers} of the target |
-| head | the {head} most frequent tokens of the data |
-| weights | {bits} |
+{shape}
 | data | {source}: {texts} texts, {tokens} tokens |
 | objective | {objective} |
 | training | {steps} steps of at most {step_tokens} tokens, AdamW, learning rate {lr}, seed {seed} |
@@ -42,18 +38,22 @@ while it learnt:
 """
 
 
-def card(cfg: DistillConfig, about: About, texts: Texts, curve: Sequence[dict[str, Any]], command: str) -> str:
+WHOLE = "It is a model of its own, with that model's tokenizer, and transformers loads it."
+STANDS = """\
+It stands on that model's embedding and on {head} rows of its head, so it loads only beside it
+(tokenizer SHA-256 `{hash}`). Beside what its layers say it copies: what stood behind the same words before in the
+context, and the commonest ends of phrases of the data, each with a weight that its last hidden state gives."""
+
+
+def card(cfg: DistillConfig, tokenizer: str, texts: Texts, curve: Sequence[dict[str, Any]], command: str) -> str:
     shown = [curve[i] for i in sorted({*range(0, len(curve), max(1, len(curve) // 12)), len(curve) - 1})]
     train = cfg.train
     goal = f"the target's {train.teacher} likeliest tokens" if train.teacher else "the text's own tokens"
     return CARD.format(
         name=cfg.model.name,
         target=cfg.model.target,
-        hash=about.tokenizer,
-        head=about.head,
-        depth=len(about.layers),
-        layers=", ".join(map(str, about.layers)),
-        bits="int8, a scale a row; norms and turns bf16" if about.bits == 8 else "float32",
+        about=WHOLE if cfg.student.model else STANDS.format(head=cfg.student.head, hash=tokenizer),
+        shape="\n".join(f"| {name} | {value} |" for name, value in _shape(cfg).items()),
         source=Path(cfg.data.path).name if cfg.data.path else "chats that the target wrote and answered itself",
         texts=len(texts),
         tokens=int(texts.lengths.sum()),
@@ -66,6 +66,18 @@ def card(cfg: DistillConfig, about: About, texts: Texts, curve: Sequence[dict[st
         command=command,
         curve="\n".join(f"| {point['step']} | {point['loss']:.3f} | {point['acceptance']:.3f} |" for point in shown),
     )
+
+
+def _shape(cfg: DistillConfig) -> dict[str, str]:
+    student = cfg.student
+    if student.model:
+        return {"started from": f"`{student.model}`", "weights": "float32"}
+    return {
+        "layers": f"{len(student.layers)}, started from layers {', '.join(map(str, student.layers))} of the target",
+        "head": f"the {student.head} most frequent tokens of the data",
+        "copies": f"behind matches of up to {student.match} tokens; {student.phrases} phrases of the data at most",
+        "weights": "int8, a scale a row; norms, turns and gates bf16" if student.bits == 8 else "float32",
+    }
 
 
 def _commit() -> str:

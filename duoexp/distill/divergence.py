@@ -101,26 +101,25 @@ class Copies:
 def step(
     hidden: Tensor, rows: Tensor, log_weights: Tensor | None, goal: Goal, copies: Copies, divergence: Divergence
 ) -> tuple[float, int]:
-    """Sends the gradient of the mean divergence back through `hidden`, [positions, hidden size], and the gates.
+    """Sends the gradient of the mean divergence back through `hidden`, [positions, hidden size], rows and gates.
 
     log_weights: see `Candidates`. Returns the mean and how often the student's first token is the goal's. Probability
     that the goal's places leave over is spread over none: what it is of is not known.
     """
     total, hits = 0.0, 0
-    gradients = torch.empty_like(hidden), torch.empty_like(copies.gates)
+    inputs = hidden, copies.gates, rows
+    leaves = [each.detach().requires_grad_(each.requires_grad) for each in inputs]
     for first in range(0, len(hidden), ROWS):
         part = slice(first, first + ROWS)
-        leaves = hidden[part].detach().requires_grad_(), copies.gates[part].detach().requires_grad_()
         with torch.enable_grad():
-            logits = (leaves[0] @ rows.T).float()
-            log_q = Copies(copies.places[part], leaves[1]).log_probs(
-                logits if log_weights is None else logits + log_weights
-            )
+            logits = (leaves[0][part] @ leaves[2].T).float()
+            mixed = Copies(copies.places[part], leaves[1][part])
+            log_q = mixed.log_probs(logits if log_weights is None else logits + log_weights)
             p = torch.zeros_like(log_q).scatter_add_(1, goal.places[part], goal.probs[part])
             loss = divergence(p, log_q).sum() / len(hidden)
-        gradients[0][part], gradients[1][part] = torch.autograd.grad(loss, leaves)
+        loss.backward()
         total += float(loss.detach())
         hits += int((log_q.argmax(-1) == goal.places[part, 0]).sum())
-    trained = [i for i, each in enumerate((hidden, copies.gates)) if each.requires_grad]  # no gates: nothing is copied
-    torch.autograd.backward([(hidden, copies.gates)[i] for i in trained], [gradients[i] for i in trained])
+    trained = [(each, leaf.grad) for each, leaf in zip(inputs, leaves, strict=True) if each.requires_grad]
+    torch.autograd.backward([each for each, _ in trained], [grad for _, grad in trained])
     return total, hits

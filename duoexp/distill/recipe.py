@@ -15,11 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 
 from duoexp.config import DTYPES, InputError
-from duoexp.distill import data, export, files, hints, settings, student
+from duoexp.distill import data, export, files, hints, settings, student, whole
 from duoexp.distill.card import card
 from duoexp.distill.settings import DistillConfig
+from duoexp.distill.student import Student
 from duoexp.distill.teacher import Teacher
 from duoexp.distill.train import Trainer
+from duoexp.distill.whole import Whole
 from duoexp.lm import load, sources
 from duoexp.lm.copying import Copier
 from duoexp.lm.distilled import About, tokenizer_hash
@@ -73,13 +75,19 @@ def _steps(
     skip = max(1, len(frame.header))
 
     counts = torch.from_numpy(np.bincount(texts.tokens, minlength=target.tokens)[: target.tokens])
-    ids = student.head(counts, cfg.student.head)
-    match, known = cfg.student.match, None
-    if cfg.student.phrases:
-        known = hints.phrases(texts, kept, cfg.student.phrases)
-    copier = Copier(match, known)
-    found = hints.make(folder / "hints.npz", texts, kept, match, cfg.student.phrases, lambda i: progress("hints", i))
-    pupil = student.grow(model(), cfg.student.layers, ids, copier.kinds)
+    pupil: Student | Whole
+    if cfg.student.model:
+        pupil, copier, phrases = (
+            whole.whole(cfg.student.model, model(), target.tokens, cfg.train.seed),
+            Copier(0, None),
+            0,
+        )
+    else:
+        phrases = cfg.student.phrases
+        copier = Copier(cfg.student.match, hints.phrases(texts, kept, phrases) if phrases else None)
+        pupil = student.grow(model(), cfg.student.layers, student.head(counts, cfg.student.head), copier.kinds)
+    ids, longest = pupil.ids, copier.seen.longest
+    found = hints.make(folder / "hints.npz", texts, kept, longest, phrases, lambda items: progress("hints", items))
     frequent = counts[ids].argsort(descending=True, stable=True)
     judged = Teacher(folder / "held_out", texts, held_out)
     judged.make(model, ids, 1, lambda items: progress("held-out", items))
@@ -89,7 +97,7 @@ def _steps(
         teacher.make(model, ids, cfg.train.teacher, lambda items: progress("teacher", items))
 
     checkpoint = folder / "checkpoint.pt"
-    if not checkpoint.exists():
+    if isinstance(pupil, Student) and not checkpoint.exists():
         rows = (torch.from_numpy(texts[number]).long() for number in kept)
         with torch.autocast(cfg.device.partition(":")[0], getattr(torch, cfg.dtype), enabled=cfg.dtype != "float32"):
             student.fit(pupil, model(), list(_until(rows, FIT_TOKENS)), skip)
@@ -105,17 +113,20 @@ def _steps(
         note = f"train, held-out acceptance {points[-1].acceptance:.3f}" if points else "train"
         bars.update(bar, completed=step, description=note)
 
-    about = About(
-        tokenizer_hash(target.tokenizer), tuple(cfg.student.layers), cfg.student.head, cfg.student.bits, match,
-        len(known.keys) if known else 0,
-    )  # fmt: skip
+    trainer.use_average()
     curve = [vars(point) for point in trainer.curve.points]
     result = {"held_out_acceptance": curve[-1]["acceptance"], "texts": len(texts), "tokens": int(texts.lengths.sum())}
     if before is not None:
         result["held_out_acceptance_before"] = before
     files.write_text(folder / "result.json", json.dumps(result | {"curve": curve}, indent=2) + "\n")
-    text = card(cfg, about, texts, curve, command)
-    export.export(folder / DRAFT, trainer.use_average(), copier.phrases, model().config.to_dict(), about, text)
+    tokens = tokenizer_hash(target.tokenizer)
+    text = card(cfg, tokens, texts, curve, command)
+    if isinstance(pupil, Whole):
+        whole.export(folder / DRAFT, pupil, target.tokenizer, text)
+    else:
+        count = len(copier.phrases.keys) if copier.phrases else 0
+        about = About(tokens, tuple(cfg.student.layers), cfg.student.head, cfg.student.bits, longest, count)
+        export.export(folder / DRAFT, pupil, copier.phrases, model().config.to_dict(), about, text)
     return result
 
 

@@ -30,6 +30,7 @@ class DataConfig:
 class StudentConfig:
     """The draft's shape. Its embedding and the rows of its head are the target's, turned by a square matrix each."""
 
+    model: str | None = None  # a whole model instead: as in model.draft, or a folder with a config.json alone
     layers: list[int] = MISSING  # of the target, to start from, in their order
     head: int = 8192  # of the most frequent tokens of the data: the only ones that its layers can say
     match: int = 8  # tokens of the longest match in the context behind which it copies; 0: it does not copy

@@ -20,6 +20,7 @@ from duoexp.distill.hints import Hints
 from duoexp.distill.settings import TrainConfig
 from duoexp.distill.student import Student
 from duoexp.distill.teacher import Teacher, judge
+from duoexp.distill.whole import Whole
 from duoexp.lm.copying import Copier
 
 FREQUENT = 1024  # places of the head that always stand for themselves
@@ -57,7 +58,7 @@ class Trainer:
     """
 
     def __init__(
-        self, student: Student, texts: Texts, numbers: Sequence[int], judged: Teacher, teacher: Teacher | None,
+        self, student: Student | Whole, texts: Texts, numbers: Sequence[int], judged: Teacher, teacher: Teacher | None,
         hints: dict[int, Hints], copier: Copier, settings: TrainConfig, dtype: torch.dtype, skip: int,
         frequent: Tensor, target: Callable[[], PreTrainedModel],
     ) -> None:  # fmt: skip
@@ -124,9 +125,8 @@ class Trainer:
         self._load(own)
         return right / max(1, seen)
 
-    def use_average(self) -> Student:
+    def use_average(self) -> None:
         self._load(self.average)
-        return self.student
 
     def _learn(self, batch: Batch) -> tuple[float, int]:
         settings = self.settings
@@ -235,7 +235,7 @@ class Trainer:
         return copies.log_probs(logits)
 
     def _cast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.student.out.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        return torch.autocast(self.student.rows.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     @torch.no_grad()
     def _load(self, weights: dict[str, Tensor]) -> None:
