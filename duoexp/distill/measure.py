@@ -15,6 +15,7 @@ from omegaconf import MISSING, DictConfig
 from duoexp.__main__ import CONF
 from duoexp.config import ModelConfig, TaskConfig
 from duoexp.distill.__main__ import end, told
+from duoexp.lm.causal_lm import CausalLM
 
 POSITIONS = 8  # of a draft
 
@@ -43,7 +44,8 @@ def launch(cfg: DictConfig) -> None:
 
 
 def measure(cfg: MeasureConfig) -> Iterator[str]:
-    """A line a kind of prompt, then their mean, the chance of a run of 1 to 8 tokens, and what a draft step costs."""
+    """A line a kind of prompt, then their mean, the chance of a run of 1 to 8 tokens, and what a step costs beside the
+    target's own, as transformers runs it."""
     from duoexp import tasks
     from duoexp.lm import load, sources
     from duoexp.lm.distilled import load_draft
@@ -71,7 +73,12 @@ def measure(cfg: MeasureConfig) -> Iterator[str]:
     yield f"accepted in a row, 1 to {POSITIONS}: " + " ".join(f"{run:.3f}" for run in runs)
     at = [after / before if before else 0.0 for before, after in zip([1.0, *runs], runs, strict=False)]
     yield "rate at a position, those before it accepted: " + " ".join(f"{rate:.3f}" for rate in at)
-    yield f"a draft step behind 256 tokens: {_step_s(draft, (prompts[0][1] * 256)[:256]) * 1e3:.2f} ms"
+    stock = load.load(place, "transformers", "cpu", cfg.dtype, place.tokens)
+    step_s, pass_s = _steps_s([draft, stock], (prompts[0][1] * 256)[:256])
+    yield (
+        f"behind 256 tokens, on {cfg.threads} threads: a draft step {step_s * 1e3:.2f} ms, a pass of the target in "
+        f"transformers {pass_s * 1e3:.1f} ms, {pass_s / step_s:.1f} times as long"
+    )
 
 
 def _answers(cfg: MeasureConfig, place, prompts: Sequence[list[int]]) -> list[list[int]]:  # type: ignore[no-untyped-def]
@@ -99,16 +106,17 @@ def _key(cfg: MeasureConfig, ids: list[int]) -> str:
     return hashlib.sha256(json.dumps([cfg.model.target, cfg.dtype, cfg.tokens, ids]).encode()).hexdigest()
 
 
-def _step_s(draft, context: list[int]) -> float:  # type: ignore[no-untyped-def]
-    """The median of 50."""
-    times = []
+def _steps_s(models: Sequence[CausalLM], context: list[int]) -> list[float]:
+    """The median of 50 passes over one token, for each model, which take turns."""
+    times: list[list[float]] = [[] for _ in models]
     for token in range(60):
-        draft.logits(context)
-        start = time.perf_counter()
+        for model, taken in zip(models, times, strict=True):
+            model.logits(context)
+            start = time.perf_counter()
+            model.logits([*context, token])
+            taken.append(time.perf_counter() - start)
         context = [*context, token]
-        draft.logits(context)
-        times.append(time.perf_counter() - start)
-    return sorted(times[10:])[25]
+    return [sorted(taken[10:])[25] for taken in times]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -115,12 +115,12 @@ def raised(logits: Tensor, total: Tensor, tokens: Tensor, gates: Tensor) -> Tens
     """`logits` [rows, vocabulary] with each found token, [rows, sources], at log(exp(logit) + exp(total + gate)).
 
     total [rows]: log of the sum of exp(logits). gates [rows, sources]: log of a source's weight over that of the
-    layers; -inf where it found none.
+    layers; -inf where it found none. In place where nothing is learnt.
     """
     for source in range(tokens.shape[1]):
         place = tokens[:, source, None]
         found = torch.logaddexp(logits.gather(1, place), (total + gates[:, source])[:, None])
-        logits = logits.scatter(1, place, found)
+        logits = logits.scatter(1, place, found) if found.requires_grad else logits.scatter_(1, place, found)
     return logits
 
 
