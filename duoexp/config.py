@@ -17,8 +17,11 @@ WORKERS = ("inline", "process")
 TEMPLATES = ("auto", "chat", "plain", "vicuna")
 ENGINES = ("auto", "lean", "transformers")
 VOCABULARY = ("strict", "warn", "off")
+BUDGETS = ("fixed", "measured", "deadline", "optimal")
 BASELINES = ("paired", "cached")
 ON_ERROR = ("continue", "stop")
+
+MOST_TOKENS = 32  # of a measured target pass
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE if (_HERE / "conf").is_dir() else _HERE.parent  # installed, or a checkout
@@ -36,7 +39,6 @@ class ModelConfig:
     name: str = MISSING
     target: str = MISSING
     draft: str = MISSING
-    budget: int = MISSING  # draft tokens a round that suit the pair when drafting and verifying overlap
     template: str = "auto"  # how a prompt becomes text: TEMPLATES
     engine: str = "auto"  # what runs both models: ENGINES
     vocabulary: str = "strict"  # what to do when the two differ: VOCABULARY
@@ -65,6 +67,15 @@ class HardwareConfig:
 
 
 @dataclass
+class BudgetConfig:
+    """Draft tokens a round, all sequences together: see `budget.py`."""
+
+    kind: str = "fixed"  # BUDGETS
+    tokens: int = 5  # of the kind `fixed`
+    most: int = 32  # of the others
+
+
+@dataclass
 class DraftConfig:
     """The method: where tokens come from, in what shape, and how the two models take turns."""
 
@@ -72,7 +83,7 @@ class DraftConfig:
     drafter: dict[str, Any] = MISSING  # `_target_` and its settings
     policy: dict[str, Any] | None = None
     schedule: str = "serial"
-    budget: int = MISSING  # draft tokens a round, all sequences together
+    budget: Any = MISSING  # what `budget_of` reads: a BudgetConfig, or its number or kind alone
     rule: str = "match"
 
 
@@ -102,6 +113,15 @@ class SamplingConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """What measured times a run may use: see `profile/`."""
+
+    fresh: bool = False  # measure anew, whatever was measured before
+    repeats: int = 5  # of each pass; the median counts
+    contexts: list[int] = field(default_factory=lambda: [64, 512, 2000])  # of `python -m duoexp.profile`, in tokens
+
+
+@dataclass
 class TrackerConfig:
     name: str = MISSING
     tracker: dict[str, Any] = MISSING  # `_target_` and its settings
@@ -128,6 +148,7 @@ class Config:
     draft: DraftConfig = MISSING
     task: TaskConfig = MISSING
     tracker: TrackerConfig = MISSING
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     repeats: int = 1  # of every prompt, each with models loaded anew and a seed of its own
     resume: bool = False  # go on with what the same config left in output_dir, as each job of a sweep does
@@ -149,7 +170,10 @@ def check(config: Config) -> None:
     """Raises InputError for the first value out of range; what depends on the machine is checked by `hardware`."""
     sampling, draft = config.sampling, config.draft
     _within("name", config.name, bool(re.fullmatch(r"\w[\w.-]*", config.name)), "letters, digits, '.', '_' and '-'")
-    _within("draft.budget", draft.budget, draft.budget >= 0, "0 or more")
+    budget_of(draft.budget)
+    contexts = config.profile.contexts
+    _within("profile.contexts", contexts, all(each > MOST_TOKENS for each in contexts), f"above {MOST_TOKENS}")
+    _within("profile.repeats", config.profile.repeats, config.profile.repeats >= 1, "1 or more")
     _within("draft.schedule", draft.schedule, draft.schedule in SCHEDULES, _either(SCHEDULES))
     _within("draft.rule", draft.rule, draft.rule in RULES, _either(RULES))
     _within("model.template", config.model.template, config.model.template in TEMPLATES, _either(TEMPLATES))
@@ -168,6 +192,23 @@ def check_sweep(sweep: SweepConfig) -> None:
     _within("sweep.on_error", sweep.on_error, sweep.on_error in ON_ERROR, _either(ON_ERROR))
     _within("sweep.retries", sweep.retries, sweep.retries >= 0, "0 or more")
     _within("sweep.timeout", sweep.timeout, sweep.timeout is None or sweep.timeout > 0, "null or seconds above 0")
+
+
+def budget_of(given: Any) -> BudgetConfig:
+    """`draft.budget` in any of its forms: a number, a kind, or a mapping. Raises InputError."""
+    if isinstance(given, str):
+        given = {"kind": given}
+    elif not isinstance(given, Mapping):
+        _within("draft.budget", given, type(given) is int and given >= 0, "0 or more")
+        given = {"kind": "fixed", "tokens": given}
+    check_keys(given, BudgetConfig, "draft.budget.")
+    budget = BudgetConfig(**given)
+    kinds = f"a whole number, {_either(BUDGETS)}"
+    _within("draft.budget", budget.kind, budget.kind in BUDGETS, kinds)
+    _within("draft.budget.tokens", budget.tokens, type(budget.tokens) is int and budget.tokens >= 0, "0 or more")
+    fits = type(budget.most) is int and 0 <= budget.most <= MOST_TOKENS
+    _within("draft.budget.most", budget.most, fits, f"0 to {MOST_TOKENS}")
+    return budget
 
 
 def _within(key: str, value: object, holds: bool, allowed: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from duoexp.metrics import Decoding
-from duoexp.schedule import Round
+from duoexp.rounds import Round
 
 
 def side(decoding: Decoding, text: str) -> dict[str, Any]:

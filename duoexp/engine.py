@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from duoexp import templates
+from duoexp.budget import Budget
 from duoexp.config import InputError, SamplingConfig
 from duoexp.lm.causal_lm import CausalLM
 from duoexp.metrics import Decoding
@@ -24,7 +25,7 @@ class Method:
     schedule: Schedule
     worker: Worker
     rule: Rule
-    budget: int
+    budget: Budget
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Engine:
         for each in method.schedule(self.target, method.worker, method.rule, self.sampler, prompt, method.budget, stop):
             first_s = first_s or time.perf_counter()
             rounds.append(each)
+            method.budget.observe(each)
         end_s = time.perf_counter()
         rest = method.worker.rest()  # idle from here on, so that it takes nothing from what is timed next
         return Decoding(

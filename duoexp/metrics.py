@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from duoexp.schedule import Round
+from duoexp.rounds import Round, tests
 from duoexp.worker import Span
 
 
@@ -101,19 +101,6 @@ def speedup_by_kind(pairs: Iterable[Pair]) -> dict[str, float]:
     for pair in pairs:
         by_kind[pair.kind].append(pair)
     return {kind: speedup(group) for kind, group in by_kind.items()}
-
-
-def tests(rounds: Iterable[Round]) -> list[tuple[int, bool]]:
-    """Every verified draft token: its position in its sequence, from 1, and whether it was accepted."""
-    tested = []
-    for round in rounds:
-        if round.head is not None:
-            tested.append((1, round.head))
-        first = 1 if round.head is None else 2
-        tested += [(first + i, True) for i in range(round.accepted)]
-        if round.rejected:
-            tested.append((first + round.accepted, False))
-    return tested
 
 
 def acceptance_rate(rounds: Iterable[Round]) -> float | None:

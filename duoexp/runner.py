@@ -14,16 +14,19 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from duoexp import decodings, machine, tasks, templates, terminal
-from duoexp.config import Config, InputError, check, check_keys
+from duoexp.budget import Budget, Fixed
+from duoexp.config import Config, InputError, budget_of, check, check_keys
 from duoexp.drafters import Drafter
 from duoexp.engine import Engine, Method
 from duoexp.errors import sentence
+from duoexp.fit import Setting
 from duoexp.hardware import Hardware, decide, placed
 from duoexp.identity import compare
 from duoexp.lm.causal_lm import CausalLM
 from duoexp.lm.load import Model, check_vocabulary, describe, eos_ids, load
 from duoexp.lm.sources import files, resolve
 from duoexp.metrics import Pair, block_efficiency, speedup, tokens_per_s
+from duoexp.profile import Profile, key_of, measure
 from duoexp.record import Record, digest, new_folder, runs, same_folder
 from duoexp.resume import resumed
 from duoexp.sampling import Sampler
@@ -56,6 +59,7 @@ class Plan:
     draft: Model | None
     tracker: Tracker
     sampler: Sampler
+    setting: Setting
     notes: tuple[str, ...]
 
     @cached_property
@@ -73,6 +77,16 @@ class Plan:
     def folder(self) -> Path:
         """Where every process with this key goes on."""
         return runs(self.config.output_dir, self.config.name) / self.key
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids below it are known to both models."""
+        return min(self.target.tokens, self.draft.tokens) if self.draft else self.target.tokens
+
+    def profile(self) -> Profile:
+        """What is known of the times of this set-up."""
+        key = key_of(self.hardware, self.config.model.engine, self.target, self.draft)
+        return Profile(key) if self.config.profile.fresh else Profile.kept(key)
 
     def about(self, resumed: int) -> dict[str, Any]:
         """resumed: how many answers an earlier process left."""
@@ -151,9 +165,11 @@ def _repeat(
     if not prompts:
         return
     plan = replace(plan, sampler=replace(plan.sampler, seed=plan.sampler.seed + repeat))
-    with _loaded(plan, results) as (engine, baseline, method):
+    with _ready(plan, results) as (engine, baseline, method):
         description["threads"] |= machine.describe()["threads"]  # in force from here on
         record.write("machine.json", description)
+        if results.profile is not None:
+            record.write("profile.json", results.profile.as_json())
         for done, prompt in enumerate(prompts, start=1 + repeat * len(plan.prompts) + len(finished)):
             for answer in _turns(engine, baseline, method, prompt, repeat, results):
                 _keep(record, plan.tracker, engine, answer, len(results.answers))
@@ -197,9 +213,24 @@ def prepare(cfg: DictConfig, profiles: Path) -> Plan:
         if checkpoint.layers is not None:
             notes.append(f"the draft is a stand-in: the first {checkpoint.layers} layers of the target, untrained")
     templates.resolve(target.tokenizer, config.model.template)
+    setting = _setting(config, hardware, drafter, [each for each in (target, draft) if each is not None])
     tracker, s = instantiate(config.tracker.tracker), config.sampling
     sampler = Sampler(s.temperature, s.top_k, s.top_p, s.seed)
-    return Plan(config, resolved, hardware, prompts, drafter, target, draft, tracker, sampler, tuple(notes))
+    return Plan(config, resolved, hardware, prompts, drafter, target, draft, tracker, sampler, setting, tuple(notes))
+
+
+def _setting(config: Config, hardware: Hardware, drafter: Drafter, models: Sequence[Model]) -> Setting:
+    overlapped = config.draft.schedule == "overlapped"
+    context_size = min(model.config.get_text_config(decoder=True).max_position_embeddings for model in models)
+    setting = Setting(
+        config=budget_of(config.draft.budget),
+        policy=getattr(drafter, "policy", None),
+        overlapped=overlapped,
+        beside=overlapped and hardware.worker == "process",
+        context_size=context_size,
+    )
+    setting.check()
+    return setting
 
 
 def _drafter(config: Config) -> Drafter:
@@ -218,10 +249,9 @@ def _check_vocabulary(config: Config, target: Model, draft: Model, notes: list[s
 
 
 @contextmanager
-def _loaded(plan: Plan, results: Results) -> Iterator[tuple[Engine, Method, Method]]:
-    """The engine, warm, with the baseline and the method. The drafter loads beside the target."""
+def loaded(plan: Plan) -> Iterator[tuple[CausalLM, Worker]]:
+    """Both sides in their places. The drafter loads beside the target."""
     config, place = plan.config, plan.hardware.target
-    machine.reset_peak_memory()
     with ExitStack() as stack:
         worker = _worker(plan)
         if config.hardware.on_draft_failure == "continue":
@@ -229,15 +259,38 @@ def _loaded(plan: Plan, results: Results) -> Iterator[tuple[Engine, Method, Meth
         stack.callback(worker.close)
         stack.enter_context(placed(place))
         target = load(plan.target, config.model.engine, place.device, place.dtype, plan.target.tokens)
+        worker.ready()
+        yield target, worker
+
+
+@contextmanager
+def _ready(plan: Plan, results: Results) -> Iterator[tuple[Engine, Method, Method]]:
+    """The engine, warm, with the baseline and the method."""
+    config = plan.config
+    machine.reset_peak_memory()
+    with loaded(plan) as (target, worker):
         eos = frozenset[int]() if config.sampling.ignore_eos else eos_ids(plan.target)
         engine = Engine(target, plan.target.tokenizer, config.model.template, config.sampling, plan.sampler, eos)
-        worker.ready()
-        method = Method(SCHEDULES[config.draft.schedule], worker, RULES[config.draft.rule], config.draft.budget)
-        baseline = Method(serial, Inline(Drafter(), plan.target.tokens), match, 0)
+        budget = _budget(plan, target, worker, results)
+        method = Method(SCHEDULES[config.draft.schedule], worker, RULES[config.draft.rule], budget)
+        baseline = Method(serial, Inline(Drafter(), plan.target.tokens), match, Fixed(0))
         _warm_up(engine, (baseline, method), plan.target.source)
         yield engine, baseline, method
         draft = None if worker.pid is None else machine.peak_memory_of(worker.pid)
         results.peak_memory = {"target": machine.peak_memory(), "draft": draft}
+
+
+def _budget(plan: Plan, target: CausalLM, worker: Worker, results: Results) -> Budget:
+    """The budget, with what has to be measured for it: looked up, or measured now and kept for other runs."""
+    setting, want = plan.setting, plan.setting.want()
+    profile = Profile({})
+    if want is not None:
+        profile = results.profile = results.profile or plan.profile()  # one for all repeats
+        if measure(target, worker, plan.vocabulary, plan.config.profile.repeats, want, profile):
+            profile.save()
+    budget = setting.budget(profile)
+    results.budget = setting.about(budget)
+    return budget
 
 
 def _warm_up(engine: Engine, methods: Sequence[Method], source: str) -> None:
@@ -258,8 +311,7 @@ def _worker(plan: Plan) -> Worker:
     draft, place = plan.draft, plan.hardware.draft
     sampled = plan.config.draft.rule == "rejection" and plan.sampler.temperature > 0
     engine = plan.config.model.engine
-    vocabulary = min(plan.target.tokens, draft.tokens) if draft else 0
-    weights = partial(load, draft, engine, place.device, place.dtype, vocabulary) if draft else None
+    weights = partial(load, draft, engine, place.device, place.dtype, plan.vocabulary) if draft else None
     build = partial(_started, deepcopy(plan.drafter), weights, plan.sampler, sampled)  # the next repeat's is as new
     if plan.hardware.worker == "inline":
         return Inline(build(), plan.target.tokens)

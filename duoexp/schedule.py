@@ -2,35 +2,15 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from duoexp.budget import UNASKED, Budget, Size
 from duoexp.lm.causal_lm import CausalLM
+from duoexp.rounds import Round
 from duoexp.sampling import Sampler
 from duoexp.tree import Draft
 from duoexp.verify import Rule, Verdict
-from duoexp.worker import Span, Work, Worker
-
-
-@dataclass(frozen=True)
-class Round:
-    """What one target pass brought, and where the time went. Times in seconds, starts on the clock of `perf_counter`.
-
-    A draft position is tested in one of two places. The first of a sequence that was drafted behind an unverified block
-    is compared with the target's token as soon as the block stands (`head`); all others are tested by the pass.
-    """
-
-    tokens: tuple[int, ...]  # accepted draft tokens and one of the target's own, as far as the answer goes
-    accepted: int  # draft tokens that the pass accepted
-    rejected: bool  # it rejected one behind them
-    head: bool | None  # whether a first token was the target's; None where none was compared
-    verified: int  # nodes of the draft that the pass verified
-    drafted: int  # nodes that were drafted since the last pass began, used or not
-    sequences: int  # draft sequences that arrived for this pass; 0: none
-    start_s: float  # of the pass
-    verify_s: float
-    wait_s: float  # how long the target waited for the draft before the pass
-    message_s: float  # the part of the wait that an answer was on its way
-    spans: tuple[Span, ...]  # the draft steps that became known before the pass
+from duoexp.worker import Work, Worker
 
 
 class Stop:
@@ -59,31 +39,33 @@ class Stop:
         return None if self.left > 0 else "length"
 
 
-Schedule = Callable[[CausalLM, Worker, Rule, Sampler, Sequence[int], int, Stop], Iterator[Round]]
+Schedule = Callable[[CausalLM, Worker, Rule, Sampler, Sequence[int], Budget, Stop], Iterator[Round]]
 
 
 def serial(
-    target: CausalLM, worker: Worker, rule: Rule, sampler: Sampler, prompt: Sequence[int], budget: int, stop: Stop
+    target: CausalLM, worker: Worker, rule: Rule, sampler: Sampler, prompt: Sequence[int], budget: Budget, stop: Stop
 ) -> Iterator[Round]:
     """Draft, then verify, in turn (Leviathan et al. 2211.17192). The first token comes from the prompt alone."""
-    context, pending, wait_s = list(prompt), Draft(), 0.0
+    context, pending, arrival = list(prompt), Draft(), _Arrival(size=Size(0, "the prompt"))
     while True:
         start = time.perf_counter()
         logits = target.logits(context, pending)
         verdict = rule(pending, logits, sampler, len(context))
-        yield _round(stop, verdict, pending, _Arrival(None, len(pending.leaves()), wait_s), start, worker.work())
+        arrival = replace(arrival, rank=_rank(pending, -1, verdict))
+        yield _round(stop, verdict, pending, arrival, start, worker.work())
         if stop.reason:
             return
         context += verdict.tokens
         start = time.perf_counter()
         worker.observe(pending, verdict, logits)
-        worker.ask(context, Draft(), budget, stop.left - 1)
+        size = budget.choose(0, stop.left - 1)
+        worker.ask(context, Draft(), size.tokens, stop.left - 1, size.sequences)
         pending = worker.answer()
-        wait_s = time.perf_counter() - start
+        arrival = _Arrival(size, sequences=len(pending.leaves()), wait_s=time.perf_counter() - start)
 
 
 def overlapped(
-    target: CausalLM, worker: Worker, rule: Rule, sampler: Sampler, prompt: Sequence[int], budget: int, stop: Stop
+    target: CausalLM, worker: Worker, rule: Rule, sampler: Sampler, prompt: Sequence[int], budget: Budget, stop: Stop
 ) -> Iterator[Round]:
     """Draft and verify at the same time (PEARL 2408.11850; DuoDecoding 2503.00784).
 
@@ -92,17 +74,18 @@ def overlapped(
     """
     context, pending, arrival = list(prompt), Draft(), _Arrival()
     while True:
-        worker.ask(context, pending, budget, stop.left - 1)
+        size = budget.choose(len(pending), stop.left - 1 - len(pending))
+        worker.ask(context, pending, size.tokens, stop.left - 1, size.sequences)
         start = time.perf_counter()
         logits = target.logits(context, pending)
         verdict = rule(pending, logits, sampler, len(context))
-        yield _round(stop, verdict, pending, arrival, start, worker.work())
+        yield _round(stop, verdict, pending, replace(arrival, size=size), start, worker.work())
         if stop.reason:
             return
         context += verdict.tokens
         start = time.perf_counter()
-        ahead = worker.answer(at_least=0 if verdict.rejected else None)
-        arrival = _arrival(ahead, len(pending), verdict, time.perf_counter() - start)
+        ahead = worker.answer(None if size.waits and not verdict.rejected else 0)
+        arrival = _arrival(ahead, pending, verdict, time.perf_counter() - start)
         worker.observe(pending, verdict, logits)
         pending = ahead.after(verdict.tokens)
 
@@ -112,17 +95,28 @@ SCHEDULES: dict[str, Schedule] = {"serial": serial, "overlapped": overlapped}
 
 @dataclass(frozen=True)
 class _Arrival:
-    """How a draft came to a pass: see `Round`."""
+    """What a draft was asked for, and how it came to a pass: see `Round`."""
 
+    size: Size = UNASKED
     head: bool | None = None
+    rank: int | None = None
     sequences: int = 0
     wait_s: float = 0.0
 
 
-def _arrival(ahead: Draft, pending: int, verdict: Verdict, wait_s: float) -> _Arrival:
+def _arrival(ahead: Draft, pending: Draft, verdict: Verdict, wait_s: float) -> _Arrival:
     """After a rejection nothing that was drafted ahead is compared with anything."""
-    sequences = 0 if verdict.rejected else sum(leaf >= pending for leaf in ahead.leaves())
-    return _Arrival(ahead.find(verdict.tokens) is not None if sequences else None, sequences, wait_s)
+    sequences = 0 if verdict.rejected else sum(leaf >= len(pending) for leaf in ahead.leaves())
+    if not sequences:
+        return _Arrival(wait_s=wait_s)
+    rank = _rank(ahead, verdict.node, verdict)
+    return _Arrival(head=rank is not None, rank=rank, sequences=sequences, wait_s=wait_s)
+
+
+def _rank(draft: Draft, node: int, verdict: Verdict) -> int | None:
+    """Which child of `node` holds the token that the verdict has there."""
+    children, token = draft.children(node), verdict.tokens[len(draft.path(node))]
+    return next((rank for rank, child in enumerate(children) if draft.tokens[child] == token), None)
 
 
 def _round(stop: Stop, verdict: Verdict, pending: Draft, arrival: _Arrival, start: float, work: Work) -> Round:
@@ -142,4 +136,7 @@ def _round(stop: Stop, verdict: Verdict, pending: Draft, arrival: _Arrival, star
         wait_s=arrival.wait_s,
         message_s=work.message_s,
         spans=tuple(work.spans),
+        rank=arrival.rank,
+        asked=arrival.size.tokens,
+        why=arrival.size.why,
     )

@@ -7,7 +7,8 @@ from typing import Any
 from duoexp import metrics
 from duoexp.identity import Comparison
 from duoexp.metrics import Decoding, Pair
-from duoexp.schedule import Round
+from duoexp.profile import Profile
+from duoexp.rounds import Round
 from duoexp.tasks import Prompt
 from duoexp.worker import Continuing, Worker
 
@@ -32,6 +33,8 @@ class Results:
     answers: list[Answer] = field(default_factory=list)
     failed: list[dict[str, Any]] = field(default_factory=list)
     peak_memory: dict[str, Any] | None = None
+    budget: dict[str, Any] | None = None
+    profile: Profile | None = None  # what the budget was derived from
     draft_failure: dict[str, Any] | None = None  # where and why the drafter failed, when the run went on without it
     error: str | None = None  # what ended the run
 
@@ -98,6 +101,7 @@ def summarize(about: dict[str, Any], results: Results, status: str) -> dict[str,
         values[name] = (figure(pairs), why) if pairs else (None, "no prompt was decoded")
     return about | {
         "status": status,
+        "budget": results.budget,
         "prompts": len({pair.prompt for pair in pairs}),
         "answers": len(pairs),
         "failed": results.failed,

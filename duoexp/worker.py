@@ -50,8 +50,17 @@ class Worker(Protocol):
         """Waits until the drafter can be asked."""
         ...
 
-    def ask(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> None:
-        """Puts a question, in the terms of `Drafter.propose`, which supersedes the one under way; returns at once."""
+    def ask(
+        self,
+        context: Sequence[int],
+        pending: Draft,
+        budget: int,
+        depth: int | None = None,
+        sequences: int | None = None,
+    ) -> None:
+        """Puts a question, in the terms of `Drafter.propose` and `shape`, which supersedes the one under way; returns
+        at once.
+        """
         ...
 
     def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
@@ -88,16 +97,24 @@ class Inline:
     def ready(self) -> None:
         pass
 
-    def ask(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> None:
-        self._question = (list(context), pending, budget, depth)
+    def ask(
+        self,
+        context: Sequence[int],
+        pending: Draft,
+        budget: int,
+        depth: int | None = None,
+        sequences: int | None = None,
+    ) -> None:
+        self._question = (list(context), pending, budget, depth, sequences)
 
     def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
         if self.drafter.observes:
             self.drafter.observe(draft, verdict, logits.argmax(-1).tolist())
 
     def answer(self, at_least: int | None = None) -> Draft:
-        context, pending, budget, depth = self._question
+        context, pending, budget, depth, sequences = self._question
         draft, begun = pending, time.perf_counter()
+        self.drafter.shape(sequences)
         steps = self.drafter.propose(context, pending, budget, depth)
         while at_least is None or len(draft) < len(pending) + at_least:
             try:
@@ -139,9 +156,16 @@ class Continuing:
     def ready(self) -> None:
         self._try(lambda worker: worker.ready(), None)
 
-    def ask(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> None:
+    def ask(
+        self,
+        context: Sequence[int],
+        pending: Draft,
+        budget: int,
+        depth: int | None = None,
+        sequences: int | None = None,
+    ) -> None:
         self._pending = pending
-        self._try(lambda worker: worker.ask(context, pending, budget, depth), None)
+        self._try(lambda worker: worker.ask(context, pending, budget, depth, sequences), None)
 
     def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
         self._try(lambda worker: worker.observe(draft, verdict, logits), None)
@@ -225,7 +249,14 @@ class Process:
         if self._observes:
             self._observed = (_bare(draft), verdict, logits.argmax(-1).tolist())
 
-    def ask(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> None:
+    def ask(
+        self,
+        context: Sequence[int],
+        pending: Draft,
+        budget: int,
+        depth: int | None = None,
+        sequences: int | None = None,
+    ) -> None:
         self._drain()  # so that the child is never stuck in sending while it should read
         self._question += 1
         known = len(self._sent) if list(context[: len(self._sent)]) == self._sent else 0
@@ -233,7 +264,8 @@ class Process:
         self._pending = self._draft = pending
         self._asked, self._whole = budget > 0 and depth != 0, False
         observed, self._observed = self._observed, None
-        self._send((self._question, known, self._sent[known:], observed, (_bare(pending), budget, depth)))
+        asked = (_bare(pending), budget, depth)
+        self._send((self._question, known, self._sent[known:], observed, sequences, asked))
 
     def answer(self, at_least: int | None = None) -> Draft:
         if self._asked:  # else there is nothing to wait for
@@ -349,10 +381,11 @@ def _serve(pipe: Connection, build: Callable[[], Drafter], placed: Callable[[], 
 def _answer_all(pipe: Connection, drafter: Drafter) -> None:
     context: list[int] = []
     while (question := pipe.recv()) is not None:
-        number, known, news, observed, asked = question
+        number, known, news, observed, sequences, asked = question
         context = context[:known] + news
         if observed:
             drafter.observe(*observed)
+        drafter.shape(sequences)
         if context:
             _answer(pipe, number, drafter.propose(context, *asked), asked[0])
         else:

@@ -19,6 +19,8 @@ import torch
 CONF = Path(__file__).parent.parent / "conf"
 DRAFTS = sorted(path.stem for path in (CONF / "draft").glob("*.yaml"))
 TEMPERATURES = (0.0, 0.8)
+# What a prompt lookup can find: a text that repeats itself.
+ECHO_PROMPT = [256, *(list(b"one two three, ") * 3)]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -95,7 +97,16 @@ def inline(*overrides: str, **sampling: Any) -> Any:
     plan = planned(*overrides)
     draft = plan.config.draft
     worker = _worker(replace(plan, drafter=deepcopy(plan.drafter), sampler=Sampler(**sampling)))
-    return Method(SCHEDULES[draft.schedule], worker, RULES[draft.rule], draft.budget)
+    return Method(SCHEDULES[draft.schedule], worker, RULES[draft.rule], fixed(draft.budget))
+
+
+def fixed(budget: Any, otherwise: int = 4) -> Any:
+    """`draft.budget`, or a number where it would have to be measured."""
+    from duoexp.budget import Fixed
+    from duoexp.config import budget_of
+
+    given = budget_of(budget)
+    return Fixed(given.tokens if given.kind == "fixed" else otherwise)
 
 
 def engine(
@@ -114,13 +125,14 @@ def engine(
 @cache
 def autoregressive() -> Any:
     """Decoding with the target alone."""
+    from duoexp.budget import Fixed
     from duoexp.drafters import Drafter
     from duoexp.engine import Method
     from duoexp.schedule import serial
     from duoexp.verify import match
     from duoexp.worker import Inline
 
-    return Method(serial, Inline(Drafter(), 259), match, 0)
+    return Method(serial, Inline(Drafter(), 259), match, Fixed(0))
 
 
 _EXPECTED: dict[Any, Any] = {}

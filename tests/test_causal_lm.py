@@ -11,6 +11,7 @@ from conftest import engine, expected, inline, loaded, planned, prompt_of, targe
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from duoexp.budget import Fixed
 from duoexp.config import InputError
 from duoexp.lm.causal_lm import CachedLM, CausalLM
 from duoexp.lm.lean import Layer, LeanLM
@@ -187,7 +188,7 @@ def test_each_side_runs_only_what_is_new(name: str, schedule: str, monkeypatch: 
         ask(*question)
 
     monkeypatch.setattr(method.worker, "ask", counted)
-    scheduled = replace(method, schedule=SCHEDULES[schedule], budget=budget)
+    scheduled = replace(method, schedule=SCHEDULES[schedule], budget=Fixed(budget))
     rounds = engine(limit=100).decode(scheduled, prompt).rounds
     assert [token for each in rounds for token in each.tokens] == list(wanted.ids)
     assert target.passes == [len(prompt), *(1 + each.verified for each in rounds[1:])]

@@ -18,6 +18,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from duoexp import metrics
+from duoexp.budget import Fixed
 from duoexp.drafters import Drafter, ModelDrafter
 from duoexp.engine import Method
 from duoexp.policy import Chain, Dynamic, FixedK, Policy
@@ -69,7 +70,7 @@ def sampled(
     for seed in range(tokens // 500):
         sampler = Sampler(**{"temperature": 1.0, "seed": seed, **sampling})
         worker = Inline(drafter(sampler), 5)
-        rounds = SCHEDULES[schedule](TARGET, worker, RULES[rule], sampler, PROMPT, 6, Stop(frozenset(), 500))
+        rounds = SCHEDULES[schedule](TARGET, worker, RULES[rule], sampler, PROMPT, Fixed(6), Stop(frozenset(), 500))
         ids += ids_of(rounds)
     return ids
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 from conftest import (
     DRAFTS,
+    ECHO_PROMPT,
     TEMPERATURES,
     autoregressive,
     composed,
     engine,
     expected,
+    fixed,
     inline,
     loaded,
     planned,
@@ -25,6 +27,7 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from duoexp import metrics
+from duoexp.budget import Deadline, Fixed
 from duoexp.drafters import Drafter, ModelDrafter
 from duoexp.engine import Engine, Method
 from duoexp.metrics import Decoding
@@ -37,8 +40,7 @@ from duoexp.verify import Verdict, match
 from duoexp.worker import DraftFailed, Inline, Process
 
 PROMPT = prompt_of(16)
-# What a prompt lookup can find: a text that repeats itself.
-ECHO = [256, *(list(b"one two three, ") * 3)]
+ECHO = ECHO_PROMPT
 DRAFT = {name: OmegaConf.to_container(composed(f"draft={name}").draft, resolve=True) for name in DRAFTS}
 # One file of each drafter and policy: what files differ in besides, budget and schedule, is a parameter of the tests.
 DISTINCT = list({str((draft["drafter"], draft["policy"])): name for name, draft in DRAFT.items()}.values())
@@ -154,11 +156,19 @@ def process() -> Iterator[Process]:
 def test_every_method_equals_autoregressive_in_a_process(
     name: str, schedule: str, temperature: float, process: Process
 ) -> None:
-    method = Method(SCHEDULES[schedule], process, match, planned(f"draft={name}").config.draft.budget)
+    method = Method(SCHEDULES[schedule], process, match, fixed(planned(f"draft={name}").config.draft.budget))
     place = PLACES.index((name, temperature))
     ours = engine(temperature=temperature)
     found = same(ours, method, [place, *ECHO[1:]])
     assert name == "none" or found.draft_tokens, "nothing was drafted, so nothing was tested"
+
+
+@pytest.mark.parametrize("name", ("single", "dynamic"))
+def test_a_draft_that_ends_with_the_pass_equals_autoregressive(name: str, process: Process) -> None:
+    found = same(
+        engine(), Method(SCHEDULES["overlapped"], process, match, Deadline(8)), [PLACES.index((name, 0)), *ECHO[1:]]
+    )
+    assert all(each.wait_s < 1 and each.asked <= 8 for each in found.rounds)
 
 
 @pytest.mark.parametrize("budget", (0, 1, 2, 7, 16, 24))
@@ -166,7 +176,7 @@ def test_every_method_equals_autoregressive_in_a_process(
 def test_any_budget_equals_autoregressive(name: str, growth: str | None, budget: int) -> None:
     grown = [] if growth is None else [f"draft.policy.growth={growth}"]
     for schedule in SCHEDULES:
-        method = replace(scheduled(name, schedule, *grown), budget=budget)
+        method = replace(scheduled(name, schedule, *grown), budget=Fixed(budget))
         found = same(engine(), method, ECHO)
         assert max(each.verified for each in found.rounds) <= budget
         assert found.draft_tokens == 0 if budget == 0 else found.draft_tokens > 0 or name == "none"
@@ -176,7 +186,7 @@ def test_any_budget_equals_autoregressive(name: str, growth: str | None, budget:
 @pytest.mark.parametrize("name", DISTINCT)
 def test_an_answer_has_exactly_the_tokens_of_the_limit(name: str, limit: int) -> None:
     for schedule in SCHEDULES:
-        method = replace(scheduled(name, schedule), budget=16)
+        method = replace(scheduled(name, schedule), budget=Fixed(16))
         found = same(engine(limit=limit), method, ECHO)
         assert (len(found.ids), found.reason) == (limit, "length")
         assert sum(len(each.tokens) for each in found.rounds) == limit
@@ -220,7 +230,7 @@ class Spy:
 
     def __init__(self, name: str, schedule: str, temperature: float) -> None:
         self.seen: list[tuple[Draft, Verdict]] = []
-        self.method = replace(scheduled(name, schedule, temperature=temperature), rule=self.rule, budget=12)
+        self.method = replace(scheduled(name, schedule, temperature=temperature), rule=self.rule, budget=Fixed(12))
 
     def rule(self, draft: Draft, logits: torch.Tensor, sampler: Sampler, position: int) -> Verdict:
         verdict = match(draft, logits, sampler, position)

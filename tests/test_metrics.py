@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from duoexp import metrics
+from duoexp.budget import Fixed
 from duoexp.identity import Comparison, compare
 from duoexp.metrics import Decoding, Pair
+from duoexp.rounds import Round
 from duoexp.sampling import Sampler, gumbel
-from duoexp.schedule import SCHEDULES, Round, Stop
+from duoexp.schedule import SCHEDULES, Stop
 from duoexp.tree import Draft
 from duoexp.verify import Verdict, match
 from duoexp.worker import Work
@@ -168,7 +170,14 @@ class Ticking:
 
     def ready(self) -> None: ...
 
-    def ask(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> None:
+    def ask(
+        self,
+        context: Sequence[int],
+        pending: Draft,
+        budget: int,
+        depth: int | None = None,
+        sequences: int | None = None,
+    ) -> None:
         assert depth is not None
         self.question = (pending, min(budget, depth - len(pending)))
 
@@ -193,7 +202,7 @@ class Ticking:
 def test_rounds_book_passes_and_waits_where_they_were(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     both = Ticking()
     monkeypatch.setattr("duoexp.schedule.time", both)
-    rounds = list(SCHEDULES[schedule](both, both, match, Sampler(), [1], 3, Stop(frozenset(), 9)))
+    rounds = list(SCHEDULES[schedule](both, both, match, Sampler(), [1], Fixed(3), Stop(frozenset(), 9)))
     # Serial: the pass tests all 3. Overlapped: the target's own token is the head, which leaves 2 for the pass.
     count, heads = (3, [None] * 3) if schedule == "serial" else (4, [None, True, True, True])
     assert [each.head for each in rounds] == heads
@@ -213,7 +222,7 @@ def test_after_a_rejection_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch
     def rejected(*_: object) -> Verdict:
         return Verdict((3,), -1, rejected=True)
 
-    rounds = list(SCHEDULES["overlapped"](both, both, rejected, Sampler(), [1], 3, Stop(frozenset(), 5)))
+    rounds = list(SCHEDULES["overlapped"](both, both, rejected, Sampler(), [1], Fixed(3), Stop(frozenset(), 5)))
     assert [each.wait_s for each in rounds] == [0.0] * 5
     assert [each.head for each in rounds] == [None] * 5, "nor compared with anything"
 
@@ -221,7 +230,7 @@ def test_after_a_rejection_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch
 # Identity
 
 
-class Fixed:
+class Constant:
     """A target that says the same everywhere."""
 
     vocabulary, context_size = 4, 10**6
@@ -251,7 +260,7 @@ def test_equal_answers_are_equal_and_cost_no_pass() -> None:
     ],
 )
 def test_answers_that_part_within_the_dtypes_rounding_part_at_a_tie(dtype: str, rival: float, kind: str) -> None:
-    target = Fixed([0.0, 8.0, rival, 7.0], getattr(torch, dtype))
+    target = Constant([0.0, 8.0, rival, 7.0], getattr(torch, dtype))
     found = compare(target, Sampler(), [0], [1, 1, 1], [1, 2, 3])
     assert (found.kind, found.position, found.tokens) == (kind, 1, (1, 2))
     assert found.gap == pytest.approx(8 - rival, abs=1e-6)
@@ -260,16 +269,16 @@ def test_answers_that_part_within_the_dtypes_rounding_part_at_a_tie(dtype: str, 
 
 def test_a_third_token_is_no_side_of_a_tie() -> None:
     """Two tokens tie, but the answer holds another one."""
-    assert compare(Fixed([0.0, 8.0, 8.0, 7.0], torch.bfloat16), Sampler(), [0], [1], [3]).kind == "different"
+    assert compare(Constant([0.0, 8.0, 8.0, 7.0], torch.bfloat16), Sampler(), [0], [1], [3]).kind == "different"
 
 
 def test_two_tokens_that_neither_can_win_are_no_tie() -> None:
-    assert compare(Fixed([9.0, 2.0, 2.0, 0.0], torch.bfloat16), Sampler(), [0], [1], [2]).kind == "different"
+    assert compare(Constant([9.0, 2.0, 2.0, 0.0], torch.bfloat16), Sampler(), [0], [1], [2]).kind == "different"
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [([1], [1, 1]), ([1, 1], [1])])
 def test_an_answer_that_goes_on_where_the_other_ended_is_different(ours: list[int], theirs: list[int]) -> None:
-    found = compare(Fixed([0.0, 8.0, 8.0, 0.0]), Sampler(), [0], ours, theirs)
+    found = compare(Constant([0.0, 8.0, 8.0, 0.0]), Sampler(), [0], ours, theirs)
     assert (found.kind, found.position) == ("different", 1)
     assert found.tokens == ((None, 1) if len(ours) == 1 else (1, None))
 
@@ -281,7 +290,7 @@ def test_at_a_temperature_the_tie_is_between_scores_with_their_noise(shift: floa
     logits = (-noise * 0.5).float()
     logits[[0, 3]] -= 9
     logits[2] += shift
-    target = Fixed(logits.tolist(), torch.bfloat16)
+    target = Constant(logits.tolist(), torch.bfloat16)
     best = Sampler(0.5).token(target.row, 1)
     found = compare(target, Sampler(0.5), [0], [best], [3 - best])
     assert found.kind == kind
@@ -291,7 +300,7 @@ def test_at_a_temperature_the_tie_is_between_scores_with_their_noise(shift: floa
 @pytest.mark.parametrize(("top_p", "kind"), [(0.766, "tie"), (0.745, "tie"), (0.7, "different"), (0.85, "different")])
 def test_a_token_at_the_edge_of_top_p_may_come_and_go(top_p: float, kind: str) -> None:
     """Two likelier tokens hold 0.766 of the mass, so at a top_p like that rounding alone can let the third one in."""
-    target, sampler = Fixed([0.5, 0.5, 0.0, -5.0], torch.bfloat16), Sampler(1.0, top_p=top_p)
+    target, sampler = Constant([0.5, 0.5, 0.0, -5.0], torch.bfloat16), Sampler(1.0, top_p=top_p)
     for seed in range(999):
         scores = Sampler(1.0, seed=seed).scores(target.row, 1)
         if scores[2] - scores[:2].max() > 1:  # far from a tie of scores

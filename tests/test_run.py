@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from duoexp import __main__ as command
 from duoexp import record, runner
+from duoexp.budget import Fixed
 from duoexp.config import Config, check, register
 from duoexp.drafters import Drafter
 from duoexp.sampling import Sampler
@@ -239,7 +240,7 @@ def test_the_first_to_decode_takes_turns(here: Path, monkeypatch: pytest.MonkeyP
     decode = runner.Engine.decode
 
     def listened(self: Any, method: Any, *rest: Any) -> Any:
-        decoded.append("method" if method.budget else "baseline")
+        decoded.append("method" if method.budget != Fixed(0) else "baseline")
         return decode(self, method, *rest)
 
     monkeypatch.setattr(runner.Engine, "decode", listened)
@@ -330,7 +331,12 @@ REFUSED = [  # overrides; what the sentence must hold
     (["+draft.policy.sequences=3"], ["sequences"]),
     (["draft=nonsense"], ["draft=nonsense", *DRAFTS]),
     (["draft.budget=-1"], ["draft.budget=-1", "0 or more"]),
-    (["draft.budget=many"], ["draft.budget", "many"]),
+    (["draft.budget=many"], ["draft.budget='many'", "measured"]),
+    (["draft.budget=2.5"], ["draft.budget=2.5", "0 or more"]),
+    (["draft.budget.kind=most"], ["draft.budget='most'", "deadline"]),
+    (["+draft.budget.much=3"], ["draft.budget.much", "tokens, most"]),
+    (["draft=prompt_lookup", "draft.budget=measured"], ["draft.budget.kind=measured", "draft.budget=10"]),
+    (["hardware=cpu", "draft.budget=deadline"], ["draft.budget.kind=deadline", "draft.schedule=overlapped"]),
     (["draft.schedule=alternating"], ["draft.schedule='alternating'", "serial", "overlapped"]),
     (["draft.rule=guess"], ["draft.rule='guess'", "match", "rejection"]),
     (["draft=fixed", "draft.policy.k=0"], ["draft.policy.k=0"]),
@@ -501,11 +507,11 @@ def test_a_run_prints_its_progress_a_table_the_verdict_and_last_its_folder(
 
 def test_a_run_leaves_its_files(two: tuple[Path, list[tuple[str, Path]]]) -> None:
     place = two[1][0][1]
-    names = {*("config.yaml", "machine.json", "summary.json", "run.log"), *record.LINES}
+    names = {*("config.yaml", "machine.json", "profile.json", "summary.json", "run.log"), *record.LINES}
     assert {file.name for file in place.iterdir()} == names
     config = OmegaConf.load(place / "config.yaml")
     assert "${" not in (place / "config.yaml").read_text()
-    assert config.model.name == "tiny" and config.draft.budget == config.model.budget
+    assert config.model.name == "tiny" and config.draft.budget.kind == "measured"
     machine = strict((place / "machine.json").read_text())
     assert {"cpu", "memory", "gpus", "threads", "versions", "git"} <= machine.keys()
     assert sorted(os.sched_getaffinity(0)) == machine["cpu"]["cores"]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from duoexp.budget import Fixed
 from duoexp.drafters import Drafter
 from duoexp.sampling import Sampler
 from duoexp.schedule import SCHEDULES, Stop
@@ -144,7 +145,7 @@ def test_q_arrives_with_a_sampled_draft(worker: Process) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_first_token_comes_before_the_drafts_answer(schedule: str, worker: Process, gates: Path) -> None:
     (gates / "shut-1").touch()
-    rounds = SCHEDULES[schedule](Counting(), worker, match, Sampler(), [1], 4, Stop(frozenset(), 9))
+    rounds = SCHEDULES[schedule](Counting(), worker, match, Sampler(), [1], Fixed(4), Stop(frozenset(), 9))
     first = next(rounds)
     assert first.tokens == (2,) and not worker.work().spans
     (gates / "shut-1").unlink()
@@ -280,9 +281,16 @@ class Failing:
     def ready(self) -> None:
         self.call("ready")
 
-    def ask(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> None:
+    def ask(
+        self,
+        context: Sequence[int],
+        pending: Draft,
+        budget: int,
+        depth: int | None = None,
+        sequences: int | None = None,
+    ) -> None:
         self.call("ask")
-        self.worker.ask(context, pending, budget, depth)
+        self.worker.ask(context, pending, budget, depth, sequences)
 
     def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
         self.call("observe")
@@ -325,7 +333,7 @@ def test_without_its_drafter_an_answer_goes_on_autoregressively(verb: str, count
     worker.ready()
     failures = []
     for _ in range(3):  # prompts
-        rounds = list(SCHEDULES[schedule](Counting(), worker, match, Sampler(), [1], 4, Stop(frozenset(), 20)))
+        rounds = list(SCHEDULES[schedule](Counting(), worker, match, Sampler(), [1], Fixed(4), Stop(frozenset(), 20)))
         worker.rest()
         failures.append(worker.failure)
         assert [token for each in rounds for token in each.tokens] == list(range(2, 22))
@@ -337,7 +345,7 @@ def test_without_its_drafter_an_answer_goes_on_autoregressively(verb: str, count
 def test_a_process_that_dies_in_an_answer_does_not_end_it(tmp_path: Path) -> None:
     worker = Continuing(fresh(tmp_path))
     worker.ready()
-    rounds = SCHEDULES["overlapped"](Counting(), worker, match, Sampler(), [EXITS], 4, Stop(frozenset(), 5))
+    rounds = SCHEDULES["overlapped"](Counting(), worker, match, Sampler(), [EXITS], Fixed(4), Stop(frozenset(), 5))
     assert [token for each in rounds for token in each.tokens] == [901, 902, 903, 904, 905]
     assert worker.failure is not None and "exit code 3" in worker.failure
     assert worker.rest() == Work()

@@ -34,5 +34,8 @@ class Drafter:
         behind: the target's likeliest token behind the context, then behind each node.
         """
 
+    def shape(self, sequences: int | None) -> None:
+        """From now on drafts so many sequences; None: as its policy says. Without a policy there is nothing to do."""
+
     def clear(self) -> None:
         """Forgets the prompt."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from duoexp.drafters.base import Drafter
 from duoexp.lm.causal_lm import CausalLM
-from duoexp.policy import Policy, Row
+from duoexp.policy import FixedK, Policy, Row
 from duoexp.sampling import DRAFT, TARGET, Sampler
 from duoexp.tree import Draft
 from duoexp.verify import Verdict
@@ -23,6 +23,7 @@ class ModelDrafter(Drafter):
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.observes = policy.observes
+        self.shape(None)
 
     def start(self, load: Callable[[], CausalLM] | None, sampler: Sampler, sampled: bool) -> None:
         assert load is not None, "a drafter with needs_model is given one"
@@ -34,13 +35,17 @@ class ModelDrafter(Drafter):
         ahead = len(context) + pending.depth(tip)
         budget = min(budget, self.lm.context_size - ahead)  # past its context the model stays silent
         if depth is not None:
-            budget = min(budget, depth - pending.depth(tip))
+            budget = min(budget, self._sequences * (depth - pending.depth(tip)))
         if budget > 0 and max(context) < self.lm.vocabulary:  # and before an id that it doesn't know
-            for draft in self.policy.grow(_Continuation(self, context, pending, tip, ahead), budget):
+            for draft in self._shaped.grow(_Continuation(self, context, pending, tip, ahead), budget):
                 yield pending.hang(tip, draft)
 
     def observe(self, draft: Draft, verdict: Verdict, behind: Sequence[int]) -> None:
         self.policy.observe(draft, verdict)
+
+    def shape(self, sequences: int | None) -> None:
+        self._sequences = sequences or 1
+        self._shaped = self.policy if sequences is None else FixedK(sequences)
 
     def clear(self) -> None:
         self.lm.clear()
