@@ -123,8 +123,8 @@ def test_match_gives_the_same_sample_with_a_draft(policy: Policy, schedule: str)
     sampler = Sampler(1.0, seed=5)
     drafter = drafter_of(policy, sampler, sampled=False)
     stops = [Stop(frozenset(), 500) for _ in range(2)]
-    ours = SCHEDULES[schedule](TARGET, Inline(drafter, 5), match, sampler, PROMPT, 6, stops[0])
-    alone = SCHEDULES["serial"](TARGET, Inline(Drafter(), 5), match, sampler, PROMPT, 0, stops[1])
+    ours = SCHEDULES[schedule](TARGET, Inline(drafter, 5), match, sampler, PROMPT, Fixed(6), stops[0])
+    alone = SCHEDULES["serial"](TARGET, Inline(Drafter(), 5), match, sampler, PROMPT, Fixed(0), stops[1])
     assert ids_of(ours) == ids_of(alone)
 
 
@@ -220,7 +220,7 @@ def test_the_target_as_its_own_draft_leaves_no_residual(temperature: float, dtyp
     drafter = ModelDrafter(Chain())
     sampler = Sampler(temperature)
     drafter.start(lambda: loaded(planned().target, dtype=dtype), sampler, sampled=True)
-    method = Method(SCHEDULES[schedule], Inline(drafter, 259), rejection, 5)
+    method = Method(SCHEDULES[schedule], Inline(drafter, 259), rejection, Fixed(5))
     found = engine(target, limit=64, temperature=temperature).decode(method, prompt_of(16))
     # The pass's own tests: overlapped, the first token of a sequence is compared with one that the target drew alone.
     tests = [ok for position, ok in metrics.tests(found.rounds) if position > 1 or schedule == "serial"]
@@ -267,8 +267,8 @@ def test_a_tie_at_temperature_0_has_one_winner_everywhere(rule: str, policy: str
     for start in range(5):
         drafter = drafter_of(POLICIES[policy], Sampler(), sampled=False, lm=TIED)
         stops = [Stop(frozenset(), 30) for _ in range(2)]
-        ours = SCHEDULES[schedule](TIED, Inline(drafter, 5), RULES[rule], Sampler(), [start], 6, stops[0])
-        alone = SCHEDULES["serial"](TIED, Inline(Drafter(), 5), match, Sampler(), [start], 0, stops[1])
+        ours = SCHEDULES[schedule](TIED, Inline(drafter, 5), RULES[rule], Sampler(), [start], Fixed(6), stops[0])
+        alone = SCHEDULES["serial"](TIED, Inline(Drafter(), 5), match, Sampler(), [start], Fixed(0), stops[1])
         assert ids_of(ours) == ids_of(alone)
 
 

@@ -375,7 +375,9 @@ def test_a_stop_string_of_two_tokens_in_mid_block_ends_the_answer(name: str, sch
 def test_the_target_as_its_own_draft_is_always_accepted(temperature: float, policy: Any, schedule: str) -> None:
     drafter = ModelDrafter(policy)
     drafter.start(lambda: loaded(planned().target), Sampler(temperature), sampled=False)
-    found = same(engine(temperature=temperature), Method(SCHEDULES[schedule], Inline(drafter, 259), match, 6), PROMPT)
+    found = same(
+        engine(temperature=temperature), Method(SCHEDULES[schedule], Inline(drafter, 259), match, Fixed(6)), PROMPT
+    )
     if schedule == "overlapped" or isinstance(policy, Chain):
         assert metrics.acceptance_rate(found.rounds) == 1
     else:  # the other sequences are rejected by rights, the first one never
@@ -396,7 +398,7 @@ def random_draft(settings: str, temperature: float = 0.0, policy: Any = None, en
 @pytest.mark.parametrize("policy", (Chain(), FixedK(3), Dynamic()))
 def test_a_draft_with_a_shorter_context_stops_and_the_output_goes_on(policy: Any, schedule: str) -> None:
     drafter = random_draft("random:context=24,noise=0.2", policy=policy)
-    found = same(engine(), Method(SCHEDULES[schedule], Inline(drafter, 259), match, 4), PROMPT)
+    found = same(engine(), Method(SCHEDULES[schedule], Inline(drafter, 259), match, Fixed(4)), PROMPT)
     late = [each for start, each in zip(starts(found), found.rounds, strict=True) if start > 12]
     assert found.draft_tokens > 0
     assert late and not any(each.drafted or each.verified for each in late)
@@ -410,7 +412,7 @@ def test_padded_rows_of_either_model_are_never_said(temperature: float) -> None:
         with torch.no_grad():
             lm.model.lm_head.weight[259:] *= 100  # left alone, a padded row would win every other token
     padded = engine(target, limit=60, temperature=temperature)
-    found = same(padded, Method(SCHEDULES["overlapped"], Inline(drafter, 259), match, 4), PROMPT)
+    found = same(padded, Method(SCHEDULES["overlapped"], Inline(drafter, 259), match, Fixed(4)), PROMPT)
     assert max(found.ids) < 259 and target.logits([256]).shape == (1, 259)
     assert accepted(found)
 
@@ -426,4 +428,4 @@ class Strange(Drafter):
 def test_an_id_beyond_the_vocabulary_is_the_drafters_failure() -> None:
     worker = _worker(replace(planned("draft=prompt_lookup"), drafter=Strange()))
     with pytest.raises(DraftFailed, match=r"id 259.* 259 ids"):
-        engine().decode(Method(SCHEDULES["serial"], worker, match, 4), PROMPT)
+        engine().decode(Method(SCHEDULES["serial"], worker, match, Fixed(4)), PROMPT)
