@@ -43,9 +43,11 @@ class Policy(Protocol):
 
     def observe(self, draft: Draft, verdict: Verdict) -> None:
         """What the target made of the last draft."""
+        return None
 
     def clear(self) -> None:
         """Forgets the prompt."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Round:
     message_s: float  # the part of the wait that an answer was on its way
     spans: tuple[Span, ...]  # the draft steps that became known before the pass
     rank: int | None = None  # which of the sequences began with the target's token, from 0; None: none did
-    asked: int = 0  # draft tokens that the drafter was asked for: before this pass in turn, else to draft beside it
+    budget: int = 0  # draft tokens that the drafter was asked for: before this pass in turn, else to draft beside it
     why: str = ""  # the reason for this number
 
 

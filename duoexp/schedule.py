@@ -137,6 +137,6 @@ def _round(stop: Stop, verdict: Verdict, pending: Draft, arrival: _Arrival, star
         message_s=work.message_s,
         spans=tuple(work.spans),
         rank=arrival.rank,
-        asked=arrival.size.tokens,
+        budget=arrival.size.tokens,
         why=arrival.size.why,
     )

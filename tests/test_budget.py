@@ -229,9 +229,9 @@ def test_a_round_says_what_was_asked_for_and_why() -> None:
     found = ours.decode(Method(overlapped, inline("draft=vanilla").worker, match, budget), ECHO_PROMPT)
     assert found.ids == expected(ours, ECHO_PROMPT).ids
     assert tuple(budget.rounds) == found.rounds
-    assert {each.asked for each in found.rounds} == {0, 6}
+    assert {each.budget for each in found.rounds} == {0, 6}
     assert all(
-        each.why == "end" if each.asked == 0 else each.why.startswith(f"{each.verified} of ") for each in found.rounds
+        each.why == "end" if each.budget == 0 else each.why.startswith(f"{each.verified} of ") for each in found.rounds
     )
     arrived = [each for each in found.rounds if each.sequences]
     assert arrived and all(each.sequences == 2 for each in arrived)

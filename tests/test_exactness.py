@@ -168,7 +168,7 @@ def test_a_draft_that_ends_with_the_pass_equals_autoregressive(name: str, proces
     found = same(
         engine(), Method(SCHEDULES["overlapped"], process, match, Deadline(8)), [PLACES.index((name, 0)), *ECHO[1:]]
     )
-    assert all(each.wait_s < 1 and each.asked <= 8 for each in found.rounds)
+    assert all(each.wait_s < 1 and each.budget <= 8 for each in found.rounds)
 
 
 @pytest.mark.parametrize("budget", (0, 1, 2, 7, 16, 24))

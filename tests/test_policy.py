@@ -9,6 +9,7 @@ import torch
 from conftest import engine, inline, prompt_of
 from torch import Tensor
 
+from duoexp.budget import Fixed
 from duoexp.drafters import Hybrid, ModelDrafter
 from duoexp.policy import Adaptive, Chain
 from duoexp.sampling import Sampler
@@ -65,7 +66,7 @@ def test_an_adaptive_draft_ends_behind_a_token_in_doubt() -> None:
 def test_adaptive_learns_from_the_targets_passes(rule: str) -> None:
     """Its rounds differ in length; those of a chain do not."""
     method = inline("draft=adaptive", "draft.policy.confidence=0", f"draft.rule={rule}", temperature=0.8)
-    rounds = engine(temperature=0.8, limit=40).decode(replace(method, budget=20), prompt_of(16)).rounds
+    rounds = engine(temperature=0.8, limit=40).decode(replace(method, budget=Fixed(20)), prompt_of(16)).rounds
     for before, after in pairwise(rounds[1:]):
         grown = before.verified - 1 if before.rejected else before.verified + 2
         assert after.verified == max(1, grown) or after is rounds[-1]
