@@ -6,6 +6,7 @@ from typing import Any
 
 from duoexp.budget import Budget, Deadline, Fixed
 from duoexp.config import BudgetConfig, InputError
+from duoexp.optimal import Optimal
 from duoexp.policy import Policy
 from duoexp.profile import Costs, Profile, Want
 from duoexp.shape import Shape, most_sequences, shape
@@ -32,6 +33,11 @@ class Setting:
     def check(self) -> None:
         """Raises InputError where the kind of budget and the method do not fit."""
         kind = self.config.kind
+        if kind == "optimal" and self.config.most < 2:
+            raise InputError(
+                f"draft.budget.most={self.config.most} leaves draft.budget.kind=optimal nothing to choose; "
+                "give 2 or more, or a number as the budget"
+            )
         if kind in ("measured", "optimal") and self.policy is None:
             raise InputError(
                 f"draft.budget.kind={kind} rests on the time of a draft model's passes, and this method has no policy "
@@ -63,6 +69,8 @@ class Setting:
         if not most or not costs.draft:
             return Fixed(0, "no draft" if most else kind)
         assert self.policy is not None, "checked before"
+        if kind == "optimal":
+            return Optimal(costs, most, list(costs.draft), self.overlapped)
         return Fixed(pace(self.policy, costs, most, self.overlapped), "measured")
 
     def about(self, budget: Budget) -> dict[str, Any]:

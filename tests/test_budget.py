@@ -1,6 +1,9 @@
 """Budgets: what they ask for, what they rest on, and what is measured for them."""
 
 import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +11,15 @@ import pytest
 from conftest import ECHO_PROMPT, engine, expected, inline, planned, target_of
 from omegaconf import OmegaConf
 
-from duoexp.budget import Deadline, Fixed, Size
+from duoexp.budget import Budget, Deadline, Fixed, Size
 from duoexp.config import BudgetConfig, InputError, budget_of
 from duoexp.engine import Method
 from duoexp.fit import Setting, pace
+from duoexp.optimal import Optimal
 from duoexp.policy import Chain, Dynamic, FixedK, Policy
 from duoexp.profile import Costs, Profile, Timing, Want, key_of, measure
-from duoexp.schedule import overlapped
+from duoexp.rounds import Round
+from duoexp.schedule import SCHEDULES, overlapped
 from duoexp.shape import Shape, most_sequences, shape
 from duoexp.tree import Draft
 from duoexp.verify import match
@@ -237,3 +242,96 @@ def test_a_round_says_what_was_asked_for_and_why() -> None:
     assert arrived and all(each.sequences == 2 for each in arrived)
     assert all((each.rank is not None) == bool(each.head) for each in arrived)
     assert {each.rank for each in arrived} <= {None, 0, 1}
+
+
+# Optimal: against a simulation of rounds, in which constants are tried as well
+
+
+def simulated(budget: Budget, costs: Costs, rates: Sequence[float], beside: bool, tokens: int, seed: int = 0) -> float:
+    """Seconds of an answer. rates: the chance that a token at position 1, 2, ... is accepted; the last one goes on."""
+    chance, seconds, left, pending, head = random.Random(seed), 0.0, tokens, 0, None
+    while left > 0:
+        if beside:
+            size = budget.choose(pending, left - 1 - pending)
+            verified, depth = pending, min(size.tokens, max(0, left - 1 - pending))
+        else:
+            size = budget.choose(0, left - 1)
+            verified = depth = min(size.tokens, left - 1)
+        draft_s = costs.draft_s([1] * depth) if depth else 0.0
+        first = 2 if beside else 1
+        accepted = 0
+        while accepted < verified and chance.random() < rates[min(first + accepted, len(rates)) - 1]:
+            accepted += 1
+        rejected = accepted < verified
+        target_s = costs.target_s(verified + 1)
+        seconds += target_s + draft_s if not beside else target_s if rejected else max(target_s, draft_s)
+        left -= accepted + 1
+        arrived = depth > 0 if not beside else head is not None
+        budget.observe(round_of(accepted, rejected, head, verified, arrived))
+        head = (chance.random() < rates[0]) if beside and not rejected and depth else None
+        pending = depth - 1 if head else 0
+    return seconds
+
+
+def round_of(accepted: int, rejected: bool, head: bool | None, verified: int, arrived: bool) -> Round:
+    rank = 0 if (accepted if head is None else head) else None
+    facts = {"drafted": 0, "start_s": 0.0, "verify_s": 0.0, "wait_s": 0.0, "message_s": 0.0, "spans": ()}
+    return Round((1,) * (accepted + 1), accepted, rejected, head, verified, sequences=int(arrived), rank=rank, **facts)
+
+
+RISING = {1: 0.044, 2: 0.0445, 8: 0.048, 32: 0.066}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("step_s", [0.0025, 0.0176, 0.06])
+@pytest.mark.parametrize("rates", [[0.97], [0.8, 0.7, 0.6, 0.5], [0.4]])
+def test_optimal_is_no_slower_than_the_best_constant(beside: bool, step_s: float, rates: list[float]) -> None:
+    costs = Costs(RISING, {1: step_s}, message_s=0.0003)
+    optimal = Optimal(costs, 32, [1], beside)
+    for seed in range(100, 104):  # what it learns from
+        simulated(optimal, costs, rates, beside, 64, seed)
+    constants = [Fixed(tokens) for tokens in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)]
+    sums = [sum(simulated(each, costs, rates, beside, 64, i) for i in range(40)) for each in (optimal, *constants)]
+    assert sums[0] <= 1.03 * min(sums[1:])
+
+
+def test_a_measured_budget_is_close_to_the_best_constant_where_most_is_accepted() -> None:
+    for step_s in (0.0025, 0.01, 0.0176, 0.03):
+        costs = Costs(RISING, {1: step_s}, message_s=0.0003)
+        chosen = pace(Chain(), costs, 32, overlapped=True)
+        sums = {n: sum(simulated(Fixed(n), costs, [0.97], True, 64, seed) for seed in range(40)) for n in range(33)}
+        assert sums[chosen] <= 1.03 * min(sums.values())
+
+
+def test_sequences_are_worth_it_where_rivals_are_often_right() -> None:
+    costs = Costs(FLAT, {1: 0.010, 2: 0.011})
+    for ranks, sequences in (((0, 0, 0, 0, None), 1), ((0, 1, 0, 1, None), 2)):
+        budget = Optimal(costs, 32, [1, 2], overlapped=True)
+        for rank in ranks * 40:
+            head = replace(round_of(0, False, rank is not None, 0, arrived=True), sequences=2, rank=rank)
+            budget.observe(head)
+            budget.observe(round_of(1, False, None, 1, arrived=False))
+        size = budget.choose(0, 60)
+        assert size.sequences == sequences and size.tokens % sequences == 0
+
+
+def test_optimal_does_not_draft_what_an_answer_cannot_take() -> None:
+    for overlapped_, rooms in ((True, (0, 1)), (False, (0,))):
+        budget = Optimal(Costs(FLAT, {1: 0.001}), 32, [1], overlapped_)
+        assert [budget.choose(0, room).tokens for room in rooms] == [0] * len(rooms)
+        assert all(budget.choose(0, room).tokens <= room for room in range(40))
+
+
+def test_a_draft_that_costs_more_than_it_saves_is_not_made() -> None:
+    for overlapped_ in (True, False):
+        assert Optimal(Costs(FLAT, {1: 0.2}), 32, [1], overlapped_).choose(0, 60).tokens == 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_optimal_equals_autoregressive(schedule: str) -> None:
+    budget = Optimal(Costs(FLAT, {1: 0.001, 2: 0.001, 4: 0.002}, 0.0), 32, [1, 2, 4], schedule == "overlapped")
+    ours = engine()
+    found = ours.decode(Method(SCHEDULES[schedule], inline("draft=dynamic").worker, match, budget), ECHO_PROMPT)
+    assert found.ids == expected(ours, ECHO_PROMPT).ids
+    assert any(each.sequences for each in found.rounds)
+    assert all(each.budget <= 32 and each.why for each in found.rounds)
