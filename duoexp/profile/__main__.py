@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig
 
-from duoexp.__main__ import CONF
-from duoexp.config import register
+from duoexp.config import CONF, register
 from duoexp.distill.__main__ import end, told
 
 if TYPE_CHECKING:
