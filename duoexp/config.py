@@ -123,7 +123,11 @@ class ProfileConfig:
 
 @dataclass
 class TrackerConfig:
+    """`project` and `entity`: W&B's words for a group of experiments, and for whose it is."""
+
     name: str = MISSING
+    project: str = "duoexp"
+    entity: str | None = None
     tracker: dict[str, Any] = MISSING  # `_target_` and its settings
 
 

@@ -78,6 +78,20 @@ class Engine:
         found = [text.find(stop) for stop in self.settings.stop if stop in text]
         return text[: min(found)] if found else text
 
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text that each id adds; "" for one that ends within a character, which the id that completes it adds."""
+        found: list[str] = []
+        start, shown = 0, 0  # ids from `start` are decoded together, since some change the spelling of the one before
+        for end in range(1, len(ids) + 1):
+            before, after = (
+                str(self.tokenizer.decode(list(ids[start:at]), skip_special_tokens=True)) for at in (shown, end)
+            )
+            whole = not after.endswith("\N{REPLACEMENT CHARACTER}")
+            found.append(after[len(before) :] if whole else "")
+            if whole:
+                start, shown = shown, end
+        return found
+
     def _ends(self) -> Callable[[list[int]], bool] | None:
         if not self.settings.stop:
             return None

@@ -25,7 +25,7 @@ from duoexp.identity import compare
 from duoexp.lm.causal_lm import CausalLM
 from duoexp.lm.load import Model, check_vocabulary, describe, eos_ids, load
 from duoexp.lm.sources import files, resolve
-from duoexp.metrics import Pair, block_efficiency, speedup, tokens_per_s
+from duoexp.metrics import Pair, acceptance_rate, block_efficiency, speedup, tokens_per_s
 from duoexp.profile import Profile, key_of, measure
 from duoexp.record import Record, digest, new_folder, runs, same_folder
 from duoexp.resume import resumed
@@ -124,6 +124,8 @@ def run(cfg: DictConfig, profiles: Path) -> dict[str, Any]:
         description = machine.describe()
         record.write("machine.json", description)
         plan.tracker.start(record.folder, plan.config.name, about["method"], plan.resolved | {"machine": description})
+        for step, answer in enumerate(results.answers, start=1):  # the tracker of an earlier process ended with it
+            plan.tracker.log(_figures(answer.pair), step)
         with terminal.Progress(shown, len(plan.prompts) * plan.config.repeats) as progress:
             for repeat in range(plan.config.repeats):
                 _repeat(plan, repeat, record, results, description, progress)
@@ -355,6 +357,7 @@ def _keep(record: Record, tracker: Tracker, engine: Engine, answer: Answer, step
         name: decodings.side(each, engine.text(each.ids))
         for name, each in (("baseline", pair.baseline), ("method", pair.method))
     }
+    sides["method"]["pieces"] = engine.pieces(pair.method.ids)
     compared = asdict(answer.comparison) if answer.comparison else None
     facts = {"kind": prompt.kind, "prompt_tokens": len(answer.ids), "prompt_ids": answer.ids}
     for name, each in (("rounds.jsonl", pair.method), ("baseline.jsonl", pair.baseline)):
@@ -363,16 +366,20 @@ def _keep(record: Record, tracker: Tracker, engine: Engine, answer: Answer, step
     record.flush()  # the answer last: one that is there is there with its rounds
     record.append("prompts.jsonl", key | facts | sides | {"comparison": compared, "speedup": speedup([pair])})
     record.flush()
-    tracker.log(
-        {
-            "tokens_per_s": tokens_per_s([pair.method]),
-            "baseline_tokens_per_s": tokens_per_s([pair.baseline]),
-            "speedup": speedup([pair]),
-            "ttft_s": pair.method.ttft_s,
-            "tau": block_efficiency([pair.method]),
-        },
-        step,
-    )
+    tracker.log(_figures(pair), step)
+
+
+def _figures(pair: Pair) -> dict[str, float]:
+    """What a tracker hears of an answer; a figure that it has not is not there."""
+    found = {
+        "speedup": speedup([pair]),
+        "tau": block_efficiency([pair.method]),
+        "alpha": acceptance_rate(pair.method.rounds),
+        "ttft_s": pair.method.ttft_s,
+        "tokens_per_s": tokens_per_s([pair.method]),
+        "baseline_tokens_per_s": tokens_per_s([pair.baseline]),
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _fault(summary: dict[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from duoexp.config import InputError
-from duoexp.report import figures, methods, page, runs, tables, timeline
+from duoexp.report import figures, methods, page, runs, tables, texts, timeline
 from duoexp.report.__main__ import main
 from duoexp.report.compare import speedups
 
@@ -127,7 +127,7 @@ def test_the_same_runs_make_the_same_pictures(tmp_path: Path) -> None:
 
 def test_who_wrote_each_token(tmp_path: Path) -> None:
     [run], _ = runs.collect([made(tmp_path / "a")])
-    pieces = page.pieces_by_writer(run.answers[0])
+    pieces = texts.Text("", run.answers[0]).pieces
     assert pieces == [("The", False), (" sky is", True), (" <b>blue", False), (" & wide", True), (".", False)]
 
 

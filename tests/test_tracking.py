@@ -12,19 +12,24 @@ import tempfile
 import time
 from pathlib import Path
 
+import matplotlib
 import psutil
 import pytest
 import torch
+from conftest import composed
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from test_report import made
+from wandb_service import KEY, Service, records
 
+from duoexp import tracking
 from duoexp.config import InputError
 from duoexp.hardware import Place, placed
 from duoexp.tracking import NoTracker, Wandb, masked
 
 CONF = Path(__file__).parents[1] / "conf" / "tracker"
+FONTS = matplotlib.get_configdir()  # to find them anew in every home takes seconds
 CLOSED = "http://127.0.0.1:9"  # nothing listens there: a machine without a network
-KEY = "a" * 40
 
 
 @pytest.fixture(autouse=True)
@@ -59,14 +64,21 @@ def said(caplog):
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
 def test_yaml_says_what_it_is_and_makes_its_tracker(path, monkeypatch):
     assert path.read_text().startswith("# ")
-    config = OmegaConf.load(path)
-    assert config.name == path.stem
-    tracker = instantiate(config.tracker)
+    tracker = tracker_of(path.stem)
     assert isinstance(tracker, NoTracker if path.stem == "none" else Wandb)
     if isinstance(tracker, Wandb):
         assert (tracker.mode, tracker.project) == ("online" if path.stem == "wandb" else "offline", "duoexp")
+        assert tracker.tags == ("tiny", "cpu", "dynamic", "prompt")
         monkeypatch.setenv("WANDB_PROJECT", "mine")
-        assert instantiate(OmegaConf.load(path).tracker).project == "mine"
+        assert tracker_of(path.stem).project == "mine"
+        tracker = tracker_of(path.stem, "tracker.project=theirs", "tracker.entity=them")
+        assert (tracker.project, tracker.entity) == ("theirs", "them")
+
+
+def tracker_of(name, *overrides):
+    config = composed(f"tracker={name}", *overrides)
+    assert config.tracker.name == name
+    return instantiate(OmegaConf.to_container(config, resolve=True)["tracker"]["tracker"])
 
 
 def test_no_tracker_leaves_nothing(tmp_path):
@@ -137,11 +149,11 @@ def test_finish_is_idempotent_and_comes_after_any_end(tmp_path, said):
     tracker.start(tmp_path, "group", "vanilla", {})
     run = tracker._run
     tracker.finish({}, 3)
-    tracker.finish({"late": 1}, 0)
+    tracker.finish({"belated": 1}, 0)
     tracker.log({"tau": 1.0}, 1)
     assert run._exit_code == 3
     (data,) = written(tmp_path).values()
-    assert b"late" not in data and not said()
+    assert b"belated" not in data and not said()
 
 
 OFFLINE = """
@@ -183,14 +195,16 @@ def test_offline_reaches_for_no_network_prints_nothing_and_keeps_the_exit_code(t
 
 
 @pytest.mark.parametrize(("key", "cause"), [(None, "No API key"), ("short", "API key must have")])
-def test_online_without_a_valid_key_is_refused_before_anything_runs(tmp_path, monkeypatch, capfd, key, cause):
+def test_online_without_a_valid_key_goes_on_offline(tmp_path, monkeypatch, capfd, said, key, cause):
     if key:
         monkeypatch.setenv("WANDB_API_KEY", key)
     started = time.perf_counter()
-    with pytest.raises(InputError, match=rf"{cause}.*`wandb login`.*tracker=offline") as error:
-        Wandb(mode="online").start(tmp_path, "group", "vanilla", {})
-    assert "\n" not in str(error.value)
+    tracker = Wandb(mode="online")
+    tracker.start(tmp_path, "group", "vanilla", {"word": "kept"})
+    tracker.finish({}, 0)
     assert time.perf_counter() - started < 10
+    assert cause in said() and "`wandb login`" in said() and "`wandb sync`" in said()
+    assert any(b"kept" in data for data in written(tmp_path).values())
     assert capfd.readouterr() == ("", "")
 
 
@@ -268,6 +282,113 @@ def test_finish_waits_no_longer_than_stated_for_a_server_that_went_away(tmp_path
             server.kill()
 
 
+@pytest.fixture
+def service(monkeypatch):
+    """A service on this machine, and an account with it."""
+    found = Service()
+    monkeypatch.setenv("WANDB_BASE_URL", found.address)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    yield found
+    found.close()
+
+
+SUMMARY = {"status": "finished", "speedup": 2.0, "ttft_s": {"median": 0.1}, "answers": 6}
+
+
+def tracked(folder, tracker, code=0, **summary):
+    """A run of a folder, as the runner tracks it; the id that W&B gave it."""
+    tracker.start(folder, "a-sweep", "vanilla", {"draft": {"name": "vanilla", "budget": [1, None]}, "key": "hunter2"})
+    for step in (1, 2):
+        tracker.log({"speedup": 1.0 + step, "tau": 2.0}, step)
+    run = tracker._run.id
+    tracker.finish(SUMMARY | summary, code)
+    return run
+
+
+def test_service_gets_the_run_its_config_figures_pictures_texts_and_files(tmp_path, service, said):
+    run = tracked(made(tmp_path / "a"), Wandb(mode="online", project="p", tags=("tiny", "cpu", "cpu")))
+    announced = service.runs[run]
+    assert (announced["groupName"], announced["jobType"], announced["displayName"]) == ("a-sweep", "vanilla", "a")
+    assert announced["tags"] == ["tiny", "cpu"] and announced["project"] == "p"
+    config = json.loads(announced["config"])
+    assert config["draft"]["value"] == {"name": "vanilla", "budget": [1, None]} and config["key"]["value"] == "***"
+    assert [row["prompt/speedup"] for row in service.history(run) if "prompt/speedup" in row] == [2.0, 3.0]
+    summary = service.summary(run)
+    assert (summary["speedup"], summary["answers"], summary["ttft_s"]) == (2.0, 6, {"median": 0.1})
+    assert {"acceptance_by_position", "timeline", "texts", "texts_in_colour"} <= {
+        key.removesuffix("_table") for row in service.history(run) for key in row
+    }
+    files = {name.rpartition("_")[0].split("/")[-1]: data for name, data in service.files.items()}
+    assert any(data.startswith(b"\x89PNG") for data in files.values())
+    assert any("The⟦ sky is⟧".encode() in data or b"The\\u27e6" in data for data in files.values())
+    assert any(b'class="drafted"' in data for data in files.values())
+    assert service.exits == {run: 0} and not said()
+    [artifact] = [each["input"] for each in service.of("CreateArtifact") if each["input"]["artifactTypeName"] == "run"]
+    assert artifact["artifactCollectionName"] == f"run-{run}"
+
+
+@pytest.mark.parametrize(("code", "status", "told"), [(0, "finished", 0), (1, "failed", 1), (1, "interrupted", 255)])
+def test_service_is_told_how_the_run_ended(tmp_path, service, code, status, told):
+    run = tracked(made(tmp_path / "a"), Wandb(mode="online"), code, status=status)
+    assert service.exits == {run: told}
+
+
+def test_a_run_without_answers_is_closed_all_the_same(tmp_path, service, said):
+    run = tracked(made(tmp_path / "a", prompts=0), Wandb(mode="online"), 1)
+    assert service.exits == {run: 1} and not said()
+
+
+def test_files_of_offline_runs_hold_all_and_a_sync_sends_each_run_once(tmp_path, service):
+    folder = made(tmp_path / "a")
+    run = tracked(folder, Wandb(tags=("tiny",)))
+    written(folder)
+    [file] = folder.glob("wandb/offline-run-*/run-*.wandb")
+    found = [(kind, getattr(record, kind)) for record in records(file) if (kind := record.WhichOneof("record_type"))]
+    kinds = [kind for kind, _ in found]
+    begun = found[kinds.index("run")][1]
+    assert (begun.run_group, begun.job_type, begun.display_name, list(begun.tags)) == (
+        "a-sweep",
+        "vanilla",
+        "a",
+        ["tiny"],
+    )
+    kept = {
+        entry.path
+        for artifact in [each for kind, each in found if kind == "artifact"]
+        for entry in artifact.manifest.contents
+    }
+    assert {"config.yaml", "machine.json", "summary.json", "prompts.jsonl", "rounds.jsonl"} <= kept
+    assert kinds[-1] == "exit" and found[-1][1].exit_code == 0
+    assert not service.calls
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "wandb", "sync", str(folder / "wandb")], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+    assert list(service.runs) == [run] and service.exits == {run: 0}
+    assert [row["prompt/speedup"] for row in service.history(run) if "prompt/speedup" in row] == [2.0, 3.0]
+
+
+def test_variables_of_wandb_are_respected(tmp_path, service, monkeypatch):
+    for name, value in {"NAME": "n", "RUN_GROUP": "g", "JOB_TYPE": "j", "TAGS": "t", "NOTES": "o"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    run = tracked(made(tmp_path / "a"), Wandb(mode="online", tags=("tiny",)))
+    keys = ("displayName", "groupName", "jobType", "tags", "notes")
+    assert [service.runs[run][key] for key in keys] == ["n", "g", "j", ["t"], "o"]
+
+
+def test_parameters_of_a_wandb_sweep_do_not_hide_the_config(tmp_path, monkeypatch):
+    (tmp_path / "parameters.yaml").write_text("wandb_version: 1\ndraft:\n  value: vanilla\n")
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s")
+    monkeypatch.setenv("WANDB_SWEEP_PARAM_PATH", str(tmp_path / "parameters.yaml"))
+    tracker = Wandb()
+    tracker.start(made(tmp_path / "a"), "group", "vanilla", {"draft": {"budget": 3}, "task": {"limit": 1}})
+    config = dict(tracker._run.config)
+    tracker.finish({}, 0)
+    assert config["draft"] == "vanilla" and config["resolved"] == {"draft": {"budget": 3}}
+    assert config["task"] == {"limit": 1}
+
+
 def services() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
 
@@ -298,11 +419,13 @@ def test_folder_that_cannot_be_written_costs_a_warning_alone(tmp_path, said, mon
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_no_prompt_for_a_key_on_a_terminal(tmp_path, monkeypatch):
+def test_no_prompt_for_a_key_on_a_terminal(tmp_path, monkeypatch, said):
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr("sys.stderr", Terminal())
-    with pytest.raises(InputError, match="No API key"):
-        Wandb(mode="online").start(tmp_path, "group", "vanilla", {})
+    tracker = Wandb(mode="online")
+    tracker.start(tmp_path, "group", "vanilla", {})
+    tracker.finish({}, 0)
+    assert "No API key" in said()
 
 
 class Terminal(io.StringIO):
@@ -353,3 +476,57 @@ def test_what_is_no_secret_is_kept(key):
 
 def test_secret_that_is_not_set_stays_null():
     assert masked({"token": None}) == {"token": None}
+
+
+LAST = """
+import os, sys, time
+from pathlib import Path
+from duoexp.report import exhibits  # what a run has loaded anyway
+from duoexp import tracking
+from duoexp.tracking import Wandb
+tracking.EXTRAS_S = tracking.FINISH_S = 1.0
+tracker = Wandb(mode=sys.argv[2])
+tracker.start(Path(sys.argv[1]), "group", "vanilla", {"a": 1})
+tracker.log({"tau": 1.0}, 1)
+print(time.time(), flush=True)
+tracker.finish({"tau": 1.0}, 3)
+sys.exit(3)
+"""
+
+
+def test_waits_for_a_service_add_up_to_ten_seconds():
+    assert tracking.EXTRAS_S + tracking.FINISH_S < 10
+
+
+def test_a_service_that_never_answers_costs_the_exit_no_more_than_the_stated_waits(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout
+            variables = {"WANDB_BASE_URL": f"http://127.0.0.1:{int(server.stdout.readline())}", "WANDB_API_KEY": KEY}
+            done, took_s = ended(made(tmp_path / "a"), "online", variables)
+        finally:
+            server.kill()
+    assert done.returncode == 3 and "did not take" in done.stderr, done.stderr
+    assert took_s < 2 + 5, "five more for a machine that is busy"
+
+
+def test_a_home_that_cannot_be_written_costs_nothing(tmp_path):
+    home = tmp_path / "home"
+    home.write_text("a file: not even the administrator can write below it")
+    folder = made(tmp_path / "a")
+    done, _ = ended(folder, "offline", {"HOME": str(home)})
+    assert done.returncode == 3 and "did not take" not in done.stderr, done.stderr
+    assert list(folder.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def ended(folder, mode, variables):
+    """A process that tracks a run, with variables of its own; how long its end took, in seconds."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"PYTHONPATH": str(CONF.parents[1]), "WANDB_INIT_TIMEOUT": "2", **variables}
+    environment["MPLCONFIGDIR"] = os.environ.get(
+        "MPLCONFIGDIR", matplotlib.get_configdir()
+    )  # its fonts are known there
+    done = subprocess.run(
+        [sys.executable, "-c", LAST, str(folder), mode], capture_output=True, text=True, env=environment, timeout=60
+    )
+    return done, time.time() - float(done.stdout)

@@ -3,7 +3,6 @@
 import base64
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,10 @@ from duoexp.report import figures, runs, style, tables
 from duoexp.report.figures import Picture
 from duoexp.report.methods import Method, machine, methods
 from duoexp.report.runs import Answer, LeftOut, Run
-from duoexp.report.tables import Table
+from duoexp.report.tables import Table, templates
+from duoexp.report.texts import STYLE, Text
 
 PAGE = "report.html"
-
-
-@dataclass(frozen=True)
-class Text:
-    """An answer, cut into pieces of one writer each. `drafted`: how many of its ids the draft model wrote."""
-
-    method: str
-    prompt: str
-    pieces: tuple[tuple[str, bool], ...]  # a text, and whether the draft model wrote it
-    drafted: int
-    tokens: int
 
 
 def write(folders: Sequence[Path], out: Path, against: Sequence[Path] = ()) -> Path:
@@ -88,8 +77,9 @@ def _page(
         "tables": made,
         "images": images,
         "texts": list(texts(named)),
+        "style": STYLE,
     }
-    return tables.templates.get_template("page.html").render(values)
+    return templates.get_template("page.html").render(values)
 
 
 def warnings(named: Sequence[Method]) -> list[str]:
@@ -142,16 +132,4 @@ def texts(named: Sequence[Method]) -> Iterator[Text]:
             if answer.pieces and not method.alone:
                 first.setdefault(answer.pair.kind, answer)
         for answer in list(first.values())[:TEXTS]:
-            pieces, drafted = pieces_by_writer(answer), sum(answer.drafted)
-            yield Text(method.label, answer.pair.prompt, tuple(pieces), drafted, len(answer.drafted))
-
-
-def pieces_by_writer(answer: Answer) -> list[tuple[str, bool]]:
-    """Neighbouring pieces of one writer are one. A character of several ids is its last one's."""
-    found: list[tuple[str, bool]] = []
-    for piece, drafted in zip(answer.pieces, answer.drafted, strict=True):
-        if found and found[-1][1] == drafted:
-            found[-1] = (found[-1][0] + piece, drafted)
-        elif piece:
-            found.append((piece, drafted))
-    return found
+            yield Text(method.label, answer)
