@@ -91,7 +91,7 @@ class Wandb:
         if earlier and "WANDB_RUN_ID" not in os.environ:
             init["id"] = earlier[-1].stem.removeprefix("run-")
         # Without a network, or after the service died, a second try keeps the run on disk, for `wandb sync`.
-        begun = _begun(mode, init | ({"resume": "allow"} if mode == "online" else {})) or _begun("offline", init)
+        begun = _begun(mode, init | ({"resume": "allow"} if "id" in init else {})) or _begun("offline", init)
         self._folder, self._run = folder, begun
         if self._run is not None:
             for each in earlier:  # all that it says is said anew, and one run would be sent twice

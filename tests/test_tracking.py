@@ -369,6 +369,20 @@ def test_files_of_offline_runs_hold_all_and_a_sync_sends_each_run_once(tmp_path,
     assert [row["prompt/speedup"] for row in service.history(run) if "prompt/speedup" in row] == [2.0, 3.0]
 
 
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_a_run_that_goes_on_in_another_process_stays_one_run(tmp_path, service, mode):
+    folder = made(tmp_path / "a")
+    first = tracked(folder, Wandb(mode=mode), 1, status="interrupted")
+    second = tracked(folder, Wandb(mode=mode))
+    assert first == second
+    written(folder)
+    if mode == "offline":
+        assert len(list(folder.glob("wandb/offline-run-*"))) == 1
+        done = subprocess.run([sys.executable, "-m", "wandb", "sync", str(folder / "wandb")], capture_output=True)
+        assert done.returncode == 0
+    assert list(service.runs) == [first] and service.exits == {first: 0}
+
+
 def test_variables_of_wandb_are_respected(tmp_path, service, monkeypatch):
     for name, value in {"NAME": "n", "RUN_GROUP": "g", "JOB_TYPE": "j", "TAGS": "t", "NOTES": "o"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)

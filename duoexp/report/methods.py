@@ -12,7 +12,7 @@ from duoexp.report.runs import Answer, Run
 
 NAMES = ("model.name", "hardware.name", "machine")
 # What makes no other method of a run, or is told in one word.
-APART = ("name", "output_dir", "task", "tracker", "view", "sweep", "repeats", "sampling.seed", "draft.budget")
+APART = ("name", "output_dir", "task", "tracker", "view", "sweep", "resume", "repeats", "sampling.seed", "draft.budget")
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def collect(folders: Sequence[Path]) -> tuple[list[Run], list[LeftOut]]:
             runs.append(run)
     if not runs and not left_out:
         raise InputError(f"{', '.join(map(str, folders))} holds no run; give the folder of a run, or one above it")
-    return sorted(runs, key=lambda run: run.folder.name), left_out
+    return sorted(runs, key=lambda run: (run.folder / "config.yaml").stat().st_mtime_ns), left_out
 
 
 def read(folder: Path) -> Run:
