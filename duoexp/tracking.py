@@ -132,9 +132,9 @@ def _media(folder: Path) -> dict[str, Any]:
     """What a run has to show, as W&B's types."""
     if not (folder / "prompts.jsonl").exists():
         return {}  # it came to no answer
+    import wandb
     from PIL import Image
 
-    import wandb
     from duoexp.report.exhibits import exhibits  # matplotlib takes a second, at the end of a run
 
     shown, found = exhibits(folder), dict[str, Any]()

@@ -378,7 +378,9 @@ def test_a_run_that_goes_on_in_another_process_stays_one_run(tmp_path, service, 
     written(folder)
     if mode == "offline":
         assert len(list(folder.glob("wandb/offline-run-*"))) == 1
-        done = subprocess.run([sys.executable, "-m", "wandb", "sync", str(folder / "wandb")], capture_output=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "wandb", "sync", str(folder / "wandb")], capture_output=True, cwd=tmp_path
+        )
         assert done.returncode == 0
     assert list(service.runs) == [first] and service.exits == {first: 0}
 
