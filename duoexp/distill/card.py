@@ -41,8 +41,9 @@ while it learnt:
 WHOLE = "It is a model of its own, with that model's tokenizer, and transformers loads it."
 STANDS = """\
 It stands on that model's embedding and on {head} rows of its head, so it loads only beside it
-(tokenizer SHA-256 `{hash}`). Beside what its layers say it copies: what stood behind the same words before in the
-context, and the commonest ends of phrases of the data, each with a weight that its last hidden state gives."""
+(tokenizer SHA-256 `{hash}`).
+Beside what its layers say it copies: what stood behind the same words before in the context, and the commonest ends of
+phrases of the data, each with a weight that its last hidden state gives."""
 
 
 def card(cfg: DistillConfig, tokenizer: str, texts: Texts, curve: Sequence[dict[str, Any]], command: str) -> str:

@@ -31,7 +31,8 @@ def export(
             tensors[name] = weight if about.bits is None else weight.bfloat16()
     if phrases is not None:
         tensors |= {PHRASES + name: getattr(phrases, name) for name in ("keys", "tokens", "kinds")}
-    shape = config | {"num_hidden_layers": len(about.layers), "tie_word_embeddings": False, "duoexp": asdict(about)}
+    shape = {key: value for key, value in config.items() if not key.startswith("_")}  # no path of this machine
+    shape |= {"num_hidden_layers": len(about.layers), "tie_word_embeddings": False, "duoexp": asdict(about)}
     if shape.get("layer_types"):
         shape["layer_types"] = shape["layer_types"][: len(about.layers)]
     files.write(folder / WEIGHTS, lambda path: save_file(tensors, path))
