@@ -155,6 +155,7 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     repeats: int = 1  # of every prompt, each with models loaded anew and a seed of its own
+    baseline: str = "paired"  # or "cached": BASELINES
     resume: bool = False  # go on with what the same config left in output_dir, as each job of a sweep does
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
@@ -187,6 +188,7 @@ def check(config: Config) -> None:
     _within("sampling.top_k", sampling.top_k, sampling.top_k >= 0, "0 (all tokens) or more")
     _within("sampling.top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and up to 1 (all tokens)")
     _within("sampling.max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "1 or more")
+    _within("baseline", config.baseline, config.baseline in BASELINES, _either(BASELINES))
     _within("repeats", config.repeats, config.repeats >= 1, "1 or more")
     _within("sampling.stop", sampling.stop, all(sampling.stop), "no empty string")
 

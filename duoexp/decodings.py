@@ -22,6 +22,8 @@ def side(decoding: Decoding, text: str) -> dict[str, Any]:
         "duration_s": decoding.duration_s,
         "ttft_s": decoding.ttft_s,
         "draft_tokens": decoding.draft_tokens,
+        "cpu_j": decoding.cpu_j,
+        "gpu_j": decoding.gpu_j,
         "rest": _moved([span for span in decoding.spans if span not in known], -decoding.start_s),
     }
 
@@ -48,6 +50,8 @@ def decoding(side: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Deco
         first_s=side["ttft_s"],
         end_s=side["duration_s"],
         spans=(*spans, *((start, end) for start, end in side.get("rest", ()))),
+        cpu_j=side.get("cpu_j"),
+        gpu_j=side.get("gpu_j"),
         draft_tokens=side.get("draft_tokens", sum(each.drafted for each in rounds)),
     )
 

@@ -123,6 +123,12 @@ def physical(core: int) -> tuple[int, str]:
     return int(_read(topology / "physical_package_id") or 0), _read(topology / "thread_siblings_list") or str(core)
 
 
+def throttles() -> int:
+    """How often a core that this process may use was slowed for heat, since the system started; 0 where it is mute."""
+    counts = [_read(CPUS / f"cpu{core}/thermal_throttle/core_throttle_count") for core in mask() or ()]
+    return sum(int(count) for count in counts if count)
+
+
 def quota() -> float | None:
     """Cores' worth of time that a container may use, which the affinity mask does not show; None without a limit."""
     limit, _, period = (_read(Path("/sys/fs/cgroup/cpu.max")) or "max").partition(" ")

@@ -22,6 +22,8 @@ class Decoding:
     end_s: float
     spans: tuple[Span, ...]  # every draft step, used or not
     draft_tokens: int  # drafted, used or not
+    cpu_j: float | None = None  # energy that all processors drew meanwhile
+    gpu_j: float | None = None
 
     @property
     def duration_s(self) -> float:
@@ -94,6 +96,17 @@ def geometric_mean(pairs: Sequence[Pair]) -> float:
     """The geometric mean of the speedups of the prompts, which weighs each alike, long or short."""
     tokens, seconds, base_tokens, base_seconds = np.array(list(facts_by_prompt(pairs).values())).T
     return float(np.exp(np.mean(np.log(tokens / seconds * base_seconds / base_tokens))))
+
+
+def in_words(speedup: float, between: tuple[float, float] | None) -> str:
+    """The speedup, unless its interval includes 1."""
+    return "no difference" if between is not None and between[0] <= 1 <= between[1] else f"{speedup:.2f}"
+
+
+def joules_per_token(decodings: Sequence[Decoding], of: str) -> float | None:
+    """of: cpu_j or gpu_j. None where the machine did not tell of every answer."""
+    drawn = [getattr(each, of) for each in decodings]
+    return None if None in drawn else sum(drawn) / sum(len(each.ids) for each in decodings)
 
 
 def speedup_by_kind(pairs: Iterable[Pair]) -> dict[str, float]:

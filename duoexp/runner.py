@@ -10,10 +10,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from duoexp import decodings, machine, tasks, templates, terminal
+from duoexp.baseline import Baseline, Cached, Paired
 from duoexp.budget import Budget, Fixed
 from duoexp.config import Config, InputError, budget_of, check, check_keys
 from duoexp.drafters import Drafter
@@ -21,16 +23,17 @@ from duoexp.engine import Engine, Method
 from duoexp.errors import sentence
 from duoexp.fit import Setting
 from duoexp.hardware import Hardware, decide, placed
-from duoexp.identity import compare
 from duoexp.lm.causal_lm import CausalLM
 from duoexp.lm.load import Model, check_vocabulary, describe, eos_ids, load
 from duoexp.lm.sources import files, resolve
+from duoexp.meters import Energy, Watch
 from duoexp.metrics import Pair, acceptance_rate, block_efficiency, speedup, tokens_per_s
 from duoexp.profile import Profile, key_of, measure
 from duoexp.record import Record, digest, new_folder, runs, same_folder
 from duoexp.resume import resumed
 from duoexp.sampling import Sampler
 from duoexp.schedule import SCHEDULES, serial
+from duoexp.session import Session
 from duoexp.summary import Answer, Results, summarize
 from duoexp.tasks import WARMUP, Prompt
 from duoexp.tracking import Tracker, masked
@@ -88,6 +91,21 @@ class Plan:
         key = key_of(self.hardware, self.config.model.engine, self.target, self.draft)
         return Profile(key) if self.config.profile.fresh else Profile.kept(key)
 
+    def kept_baseline(self) -> Baseline:
+        """Where the autoregressive decodings of other runs are kept, if this one may use them."""
+        if self.config.baseline == "paired":
+            return Paired()
+        depends = {
+            "target": files(self.target.source, self.target.config),
+            "place": asdict(self.hardware.target) | {"cores": len(self.hardware.target.cores or ())},
+            "engine": self.config.model.engine,
+            "template": templates.template_hash(self.target.tokenizer, self.config.model.template),
+            "prompts": tasks.prompts_hash(self.prompts),
+            "sampling": asdict(self.config.sampling),
+            "code": machine.code(),
+        }
+        return Cached(Path(self.config.output_dir).expanduser() / "baselines", depends)
+
     def about(self, resumed: int) -> dict[str, Any]:
         """resumed: how many answers an earlier process left."""
         template, tokenizer = self.config.model.template, self.target.tokenizer
@@ -100,6 +118,8 @@ class Plan:
             "notes": list(self.notes),
             "key": self.key,
             "repeats": self.config.repeats,
+            "baseline": self.config.baseline,
+            "load_at_start": list(psutil.getloadavg()),  # over 1, 5 and 15 minutes; a sweep's own jobs count too
             "resumed_answers": resumed,
             "prompts_hash": tasks.prompts_hash(self.prompts),
             "template": templates.resolve(tokenizer, template),
@@ -113,15 +133,14 @@ def run(cfg: DictConfig, profiles: Path) -> dict[str, Any]:
     Raises InputError before any model loads, RunFailed when an answer was not the target's own or none came out.
     """
     plan = prepare(cfg, profiles)
-    record, results, status = _record(plan), Results(), "failed"
+    record, results, status, description = _record(plan), Results(), "failed", machine.describe()
     if plan.config.resume:
         if stands(record.folder):  # by another process, which was waited for
             record.close()
             return summary_of(record.folder)
-        results.answers += resumed(record, plan.prompts, plan.config.repeats)
+        results.answers += resumed(record, plan.prompts, description)
     about, shown = plan.about(len(results.answers)), terminal.console()
     try:
-        description = machine.describe()
         record.write("machine.json", description)
         plan.tracker.start(record.folder, plan.config.name, about["method"], plan.resolved | {"machine": description})
         for step, answer in enumerate(results.answers, start=1):  # the tracker of an earlier process ended with it
@@ -167,13 +186,17 @@ def _repeat(
     if not prompts:
         return
     plan = replace(plan, sampler=replace(plan.sampler, seed=plan.sampler.seed + repeat))
+    devices = (plan.hardware.target.device, plan.hardware.draft.device)
     with _ready(plan, results) as (engine, baseline, method):
         description["threads"] |= machine.describe()["threads"]  # in force from here on
         record.write("machine.json", description)
         if results.profile is not None:
             record.write("profile.json", results.profile.as_json())
+        energy = Energy(devices)
+        results.no_energy = energy.reasons
+        session = Session(engine, baseline, method, plan.kept_baseline(), Watch(devices), energy, repeat)
         for done, prompt in enumerate(prompts, start=1 + repeat * len(plan.prompts) + len(finished)):
-            for answer in _turns(engine, baseline, method, prompt, repeat, results):
+            for answer in session.turns(prompt, results):
                 _keep(record, plan.tracker, engine, answer, len(results.answers))
                 results.note_failure(answer, method.worker)
             progress.update(prompt.kind, results.pairs(), done)
@@ -325,30 +348,6 @@ def _started(drafter: Drafter, weights: Callable[[], CausalLM] | None, sampler: 
     return drafter
 
 
-def _turns(
-    engine: Engine, baseline: Method, method: Method, prompt: Prompt, repeat: int, results: Results
-) -> Iterator[Answer]:
-    """Each turn decoded both ways, on the baseline's answers to the turns before; who goes first takes turns too."""
-    answers: list[str] = []
-    for turn in range(len(prompt.turns)):
-        try:
-            ids = engine.encode(prompt, answers)
-        except InputError as error:
-            results.failed.append({"prompt": prompt.id, "turn": turn, "repeat": repeat, "reason": str(error)})
-            return
-        if len(results.answers) % 2:
-            ours, theirs = engine.decode(method, ids), engine.decode(baseline, ids)
-        else:
-            theirs, ours = engine.decode(baseline, ids), engine.decode(method, ids)
-        equality = method.rule is match or engine.sampler.temperature == 0
-        compared = compare(engine.target, engine.sampler, ids, theirs.ids, ours.ids) if equality else None
-        pair = Pair(prompt.id, prompt.kind, theirs, ours)
-        answer = Answer(prompt, turn, repeat, ids, engine.text(theirs.ids), pair, compared)
-        results.answers.append(answer)
-        answers.append(answer.text)
-        yield answer
-
-
 def _keep(record: Record, tracker: Tracker, engine: Engine, answer: Answer, step: int) -> None:
     """Writes an answer: to disk first, then to the tracker."""
     prompt, pair = answer.prompt, answer.pair
@@ -360,6 +359,7 @@ def _keep(record: Record, tracker: Tracker, engine: Engine, answer: Answer, step
     sides["method"]["pieces"] = engine.pieces(pair.method.ids)
     compared = asdict(answer.comparison) if answer.comparison else None
     facts = {"kind": prompt.kind, "prompt_tokens": len(answer.ids), "prompt_ids": answer.ids}
+    facts |= {"reused": answer.reused, "conditions": asdict(answer.conditions)}
     for name, each in (("rounds.jsonl", pair.method), ("baseline.jsonl", pair.baseline)):
         for row in decodings.rows(each):
             record.append(name, key | row)

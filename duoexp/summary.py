@@ -1,11 +1,13 @@
 """A run in one dictionary: what was measured, and for what was not, why."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from duoexp import metrics
 from duoexp.identity import Comparison
+from duoexp.meters import Conditions, disturbances
 from duoexp.metrics import Decoding, Pair
 from duoexp.profile import Profile
 from duoexp.rounds import Round
@@ -24,6 +26,8 @@ class Answer:
     text: str  # of the baseline, which the next turn is built on
     pair: Pair
     comparison: Comparison | None
+    conditions: Conditions
+    reused: bool = False  # the baseline is an earlier run's
 
 
 @dataclass
@@ -37,6 +41,7 @@ class Results:
     profile: Profile | None = None  # what the budget was derived from
     draft_failure: dict[str, Any] | None = None  # where and why the drafter failed, when the run went on without it
     error: str | None = None  # what ended the run
+    no_energy: dict[str, str] = field(default_factory=dict)  # for cpu and gpu, why it was not measured
 
     def note_failure(self, answer: Answer, worker: Worker) -> None:
         """Remembers the first answer after which the drafter was found dead."""
@@ -66,6 +71,7 @@ FIGURES: dict[str, tuple[Callable[[Pairs], Any], str]] = {
     "speedup": (metrics.speedup, ""),
     "speedup_low": (lambda pairs: (metrics.interval(pairs) or (None, None))[0], _ALONE),
     "speedup_high": (lambda pairs: (metrics.interval(pairs) or (None, None))[1], _ALONE),
+    "speedup_geometric_mean": (metrics.geometric_mean, ""),
     "speedup_by_task": (metrics.speedup_by_kind, ""),
     "tokens": (lambda pairs: sum(len(each.ids) for each in _ours(pairs)), ""),
     "baseline_tokens": (lambda pairs: sum(len(each.ids) for each in _baseline(pairs)), ""),
@@ -95,7 +101,7 @@ def summarize(about: dict[str, Any], results: Results, status: str) -> dict[str,
     draft_s is a step of the drafter, target_s a pass of the target over one token, in the autoregressive decodings.
     """
     pairs = results.pairs()
-    values: dict[str, tuple[Any, str]] = _identity(results)
+    values = _identity(results) | _by_repeat(results) | _energy(results)
     values["peak_memory_bytes"] = (results.peak_memory, "the run ended before it was read")
     for name, (figure, why) in FIGURES.items():
         values[name] = (figure(pairs), why) if pairs else (None, "no prompt was decoded")
@@ -107,6 +113,8 @@ def summarize(about: dict[str, Any], results: Results, status: str) -> dict[str,
         "failed": results.failed,
         "draft_failure": results.draft_failure,
         "error": results.error,
+        "reused_baselines": sum(answer.reused for answer in results.answers),
+        "disturbed": disturbances([answer.conditions for answer in results.answers]),
         "parted": results.of("tie") + results.of("different"),
         **{name: value for name, (value, _) in values.items()},
         "reasons": {name: why for name, (value, why) in values.items() if value is None},
@@ -122,6 +130,26 @@ def _identity(results: Results) -> dict[str, tuple[Any, str]]:
         "identical": (not results.of("different") if compared else None, why),
         "ties": (len(results.of("tie")) if compared else None, why),
     }
+
+
+def _by_repeat(results: Results) -> dict[str, tuple[Any, str]]:
+    """The speedup of each repeat by itself, which shows how far the machine and the seed move it."""
+    groups: dict[int, list[Pair]] = defaultdict(list)
+    for answer in results.answers:
+        groups[answer.repeat].append(answer.pair)
+    found = [metrics.speedup(groups[repeat]) for repeat in sorted(groups)]
+    return {"speedup_by_repeat": (found or None, "no prompt was decoded")}
+
+
+def _energy(results: Results) -> dict[str, tuple[Any, str]]:
+    """Joules a token of all processors and of the GPUs, method and baseline."""
+    found: dict[str, tuple[Any, str]] = {}
+    for part in ("cpu", "gpu"):
+        why = results.no_energy.get(part, "no prompt was decoded")
+        for side, decodings in (("", _ours(results.pairs())), ("baseline_", _baseline(results.pairs()))):
+            value = metrics.joules_per_token(decodings, f"{part}_j") if decodings else None
+            found[f"{side}{part}_joules_per_token"] = (value, why)
+    return found
 
 
 def _ours(pairs: Pairs) -> list[Decoding]:

@@ -42,6 +42,8 @@ class Job:
     seconds: float | None = None
     attempts: int = 0
     speedup: float | None = None
+    interval: tuple[float, float] | None = None
+    disturbed: bool = False  # its times are in doubt: why is in its summary
 
 
 class Begun(Callback):
@@ -111,8 +113,11 @@ def _attempted(given: str, settings: SweepConfig, begun: Job, shown: bool) -> Jo
 
 
 def _with_speedup(job: Job) -> Job:
+    from duoexp.metrics import FEW
+
     summary = json.loads((Path(str(job.folder)) / "summary.json").read_text())
-    return replace(job, speedup=summary["speedup"])
+    between = (summary["speedup_low"], summary["speedup_high"]) if summary["prompts"] >= FEW else None
+    return replace(job, speedup=summary["speedup"], interval=between, disturbed=bool(summary["disturbed"]))
 
 
 def _write(folder: Path, job: Job) -> None:
@@ -126,7 +131,8 @@ def _write(folder: Path, job: Job) -> None:
 def jobs(folder: Path) -> list[Job]:
     """The jobs of a sweep that have ended so far."""
     found = [json.loads(file.read_text()) for file in sorted(folder.glob("[0-9]*.json"))]
-    return [Job(**each | {"overrides": tuple(each["overrides"])}) for each in found]
+    tuples = ("overrides", "interval")
+    return [Job(**each | {name: each[name] and tuple(each[name]) for name in tuples}) for each in found]
 
 
 def end() -> list[Job]:
@@ -148,17 +154,18 @@ def end() -> list[Job]:
 
 def table(jobs: Sequence[Job]) -> Table:
     """A line a job."""
+    from duoexp.metrics import in_words
+
     counts = Counter(job.status for job in jobs)
     found = Table(title=", ".join(f"{count} {status}" for status, count in counts.items()), title_justify="left")
     for name in ("job", "settings", "status", "speedup", "time", "folder, or why not"):
         wide = name in ("settings", "folder, or why not")
         found.add_column(name, justify="right" if name in ("job", "speedup", "time") else "left", no_wrap=not wide)
     for job, settings in zip(jobs, axes(jobs), strict=True):
-        speedup = "-" if job.speedup is None else f"{job.speedup:.2f}"
+        speedup = "-" if job.speedup is None else in_words(job.speedup, job.interval)
+        status = f"{job.status}, disturbed" if job.disturbed else job.status
         time = "-" if job.seconds is None else f"{job.seconds:.0f} s"
-        found.add_row(
-            str(job.number), escape(settings), job.status, speedup, time, escape(job.reason or job.folder or "")
-        )
+        found.add_row(str(job.number), escape(settings), status, speedup, time, escape(job.reason or job.folder or ""))
     return found
 
 

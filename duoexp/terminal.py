@@ -66,7 +66,7 @@ COLUMNS = (
     "alpha",
 )
 SHORT = ("task", "AR tok/s", "tok/s", "speedup", "95% interval", "tau", "alpha")
-WIDE = 114  # characters that all columns need
+WIDE = 120  # characters that all columns need
 
 
 def table(summary: dict[str, Any], pairs: Sequence[Pair], width: int) -> Table:
@@ -98,7 +98,7 @@ def _cells(name: str, pairs: Sequence[Pair]) -> dict[str, str]:
         "tokens": str(sum(len(each.ids) for each in ours)),
         "AR tok/s": f"{metrics.tokens_per_s(baseline):.1f}",
         "tok/s": f"{metrics.tokens_per_s(ours):.1f}",
-        "speedup": f"{metrics.speedup(pairs):.2f}",
+        "speedup": metrics.in_words(metrics.speedup(pairs), between),
         "95% interval": "-" if between is None else f"{between[0]:.2f} to {between[1]:.2f}",
         "TTFT ms": _median_ms([each.ttft_s for each in ours]),
         "AR TTFT": _median_ms([each.ttft_s for each in baseline]),
@@ -134,6 +134,10 @@ def show(shown: Console, summary: dict[str, Any], results: Results, folder: str)
     for answer in results.answers:
         if answer.prompt.kind == "prompt":  # a text of the user's own, who will want to read the answer
             shown.print(answer.text, markup=False)
+    for disturbance in summary["disturbed"]:
+        shown.print(f"disturbed: {disturbance}, so the times are in doubt", markup=False)
+    if summary["reused_baselines"]:
+        shown.print(f"note: {summary['reused_baselines']} of the baselines are those of earlier runs", markup=False)
     for note in summary["notes"]:
         shown.print(f"note: {note}", markup=False)
     if pairs:

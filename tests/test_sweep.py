@@ -225,6 +225,59 @@ def test_a_job_is_known_by_its_code_and_by_the_words_of_its_file_of_prompts(
     assert key() != first
 
 
+# Numbers
+
+
+def summary_of(here: Path, name: str) -> dict[str, Any]:
+    [folder] = (here / "outputs" / "runs" / name).iterdir()
+    found: dict[str, Any] = strict((folder / "summary.json").read_text())
+    return found
+
+
+def test_a_baseline_is_kept_for_the_same_target_on_the_same_prompts_alone(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reused = {}
+    for name, given in (
+        ("first", ("draft=vanilla",)),
+        ("other_method", ("draft=dynamic",)),
+        ("other_prompts", ("draft=dynamic", "task.limit=1")),
+        ("other_sampling", ("draft=dynamic", "sampling.max_new_tokens=11")),
+        ("paired", ("draft=dynamic", "baseline=paired")),
+    ):
+        assert main(monkeypatch, *SHORT, "baseline=cached", f"name={name}", *given) == 0
+        reused[name] = summary_of(here, name)["reused_baselines"]
+    answers = summary_of(here, "first")["answers"]
+    assert reused == {"first": 0, "other_method": answers, "other_prompts": 0, "other_sampling": 0, "paired": 0}
+    first, other = (summary_of(here, name) for name in ("first", "other_method"))
+    for figure in ("baseline_tokens_per_s", "baseline_ttft_s", "baseline_tpot_s", "target_s"):
+        assert first[figure] == pytest.approx(other[figure]), figure
+    assert other["identical"] is True
+
+
+def test_repeats_have_seeds_of_their_own_and_are_pooled(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(monkeypatch, *SHORT, "repeats=2", "sampling.temperature=0.8", "sampling.seed=5", "draft=vanilla") == 0
+    summary = summary_of(here, "default")
+    [folder] = (here / "outputs" / "runs" / "default").iterdir()
+    prompts = lines(folder / "prompts.jsonl")
+    texts = [[each["method"]["ids"] for each in prompts if each["repeat"] == repeat] for repeat in (0, 1)]
+    assert len(texts[0]) == len(texts[1]) > 0 and texts[0] != texts[1]
+    assert summary["answers"] == len(prompts) and summary["prompts"] == 2 and summary["identical"] is True
+    assert len(summary["speedup_by_repeat"]) == 2
+    assert main(monkeypatch, *SHORT, "sampling.temperature=0.8", "sampling.seed=6", "draft=vanilla", "name=six") == 0
+    [other] = (here / "outputs" / "runs" / "six").iterdir()
+    assert [each["method"]["ids"] for each in lines(other / "prompts.jsonl")] == texts[1]
+
+
+def test_a_summary_says_how_quiet_the_machine_was_and_what_it_drew(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(monkeypatch, *SHORT, "draft=vanilla") == 0
+    summary = summary_of(here, "default")
+    assert isinstance(summary["disturbed"], list) and len(summary["load_at_start"]) == 3
+    assert summary["speedup_geometric_mean"] > 0
+    for figure in ("cpu_joules_per_token", "gpu_joules_per_token", "baseline_cpu_joules_per_token"):
+        assert summary[figure] is not None or summary["reasons"][figure]
+
+
 # The files
 
 
