@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from duoexp import sweep
 from duoexp.config import CONF, InputError, register
-from duoexp.errors import tell
+from duoexp.errors import lacks_plugin, tell
 
 DEBUGGING = os.environ.get("HYDRA_FULL_ERROR") == "1"  # the user wants tracebacks
 
@@ -54,7 +54,7 @@ def main() -> None:
         if isinstance(error, OSError) and error.filename:  # a run tells its own; this comes of the folder of a sweep
             error = InputError(f"{error.filename} cannot be made ({error.strerror}); give another output_dir")
         if not isinstance(error, sweep.JobFailed):  # that is in the table
-            _failed.append(error)
+            _failed.append(lacks_plugin(error) or error)
     finally:
         os.environ.pop("HYDRA_FULL_ERROR", None)
     jobs = sweep.end()

@@ -8,9 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 GRACE_S = 20.0  # for a child that was told to stop: it writes its summary and closes its tracker
@@ -25,7 +26,14 @@ class End:
     seconds: float
 
 
-def run(command: Sequence[str], said: str, log: Path, timeout: float | None, shown: bool) -> End:
+def run(
+    command: Sequence[str],
+    said: str,
+    log: Path,
+    timeout: float | None = None,
+    shown: bool = False,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> End:
     """Runs `command` with `said` on its standard input, which stays open as long as this process lives.
 
     Its output goes into `log`, and is repeated on this process's own when `shown`. After `timeout` seconds it is told
@@ -38,7 +46,7 @@ def run(command: Sequence[str], said: str, log: Path, timeout: float | None, sho
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(environment),
             start_new_session=True,
         )
     assert process.stdin is not None

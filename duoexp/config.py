@@ -99,6 +99,7 @@ class TaskConfig:
     split: str = "train"
     text: str | None = None
     limit: int | None = None  # so many prompts, spread evenly; null: all
+    prompt_tokens: int | None = None  # make each so long, of its own text and the others'; null: as they are
 
 
 @dataclass
@@ -138,7 +139,9 @@ class SweepConfig:
     on_error: str = "continue"  # or "stop": ON_ERROR
     retries: int = 0  # more attempts for a job that failed, each going on where the one before ended
     timeout: float | None = None  # seconds of an attempt
+    slots: int = 1  # parts of equal cores that a machine is cut in; each runs one job at a time
     dry_run: bool = False  # check every job, and start none
+    report: bool = True  # write one at the end
 
 
 @dataclass
@@ -188,6 +191,8 @@ def check(config: Config) -> None:
     _within("sampling.top_k", sampling.top_k, sampling.top_k >= 0, "0 (all tokens) or more")
     _within("sampling.top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and up to 1 (all tokens)")
     _within("sampling.max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "1 or more")
+    length = config.task.prompt_tokens
+    _within("task.prompt_tokens", length, length is None or length >= 1, "null or 1 or more")
     _within("baseline", config.baseline, config.baseline in BASELINES, _either(BASELINES))
     _within("repeats", config.repeats, config.repeats >= 1, "1 or more")
     _within("sampling.stop", sampling.stop, all(sampling.stop), "no empty string")
@@ -196,6 +201,7 @@ def check(config: Config) -> None:
 def check_sweep(sweep: SweepConfig) -> None:
     """Raises InputError for the first value out of range."""
     _within("sweep.on_error", sweep.on_error, sweep.on_error in ON_ERROR, _either(ON_ERROR))
+    _within("sweep.slots", sweep.slots, sweep.slots >= 1, "1 or more")
     _within("sweep.retries", sweep.retries, sweep.retries >= 0, "0 or more")
     _within("sweep.timeout", sweep.timeout, sweep.timeout is None or sweep.timeout > 0, "null or seconds above 0")
 

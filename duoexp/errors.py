@@ -25,6 +25,15 @@ def is_input(error: BaseException) -> bool:
     return isinstance(error, InputError | HydraException | OmegaConfBaseException)
 
 
+def lacks_plugin(error: BaseException) -> InputError | None:
+    """What to say when Hydra does not find the plugin of a launcher or a sweeper."""
+    found = re.search(r"Unknown plugin class : 'hydra_plugins\.hydra_(\w+?)_(launcher|sweeper)\.", str(error))
+    if not found:
+        return None
+    extra = {"submitit": "slurm"}.get(found[1], found[1])
+    return InputError(f"hydra/{found[2]}={found[1]} needs a package that is not here; pip install 'duoexp[{extra}]'")
+
+
 def is_told(error: BaseException) -> bool:
     """Whether its sentence is all that a user needs; the traceback of anything else is a report of a fault of ours."""
     return is_input(error) or type(error).__name__ in ("RunFailed", "DraftFailed")  # by name: their modules load torch

@@ -1,7 +1,8 @@
-"""A job of a sweep in its own process: `python -m duoexp.job`, which takes its config as a line of JSON."""
+"""A job of a sweep in its own process: `python -m duoexp.job`, which is sent its config and its cores in a line."""
 
 import json
 import logging
+import os
 import signal
 import sys
 
@@ -17,12 +18,14 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("duoexp").setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    given = json.loads(die_with_parent())
+    said = json.loads(die_with_parent())
+    if said["cores"] is not None:
+        os.sched_setaffinity(0, said["cores"])  # before torch counts them
 
     def job() -> None:
         from duoexp.runner import run  # torch takes seconds
 
-        run(OmegaConf.merge(OmegaConf.structured(Config), given), CONF / "hardware")  # type: ignore[arg-type]
+        run(OmegaConf.merge(OmegaConf.structured(Config), said["config"]), CONF / "hardware")  # type: ignore[arg-type]
 
     sys.exit(told(job))
 

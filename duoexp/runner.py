@@ -226,6 +226,10 @@ def prepare(cfg: DictConfig, profiles: Path) -> Plan:
     drafter = _drafter(config)
     target = describe(config.model.target, resolve(config.model.target), config.model.trust_remote_code)
     draft, notes = None, [*hardware.notes]
+    if (tokens := config.task.prompt_tokens) is not None:
+        encode = partial(templates.encode, target.tokenizer, config.model.template)
+        prompts = tasks.of_length(prompts, tokens, lambda prompt: len(encode(prompt)))
+        notes.append(f"the prompts were made {tokens} tokens long: synthetic, so acceptance means little")
     if drafter.needs_model:
         checkpoint = resolve(config.model.draft, target.checkpoint)
         draft = describe(config.model.draft, checkpoint, config.model.trust_remote_code, target)

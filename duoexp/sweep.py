@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
@@ -21,6 +21,10 @@ from rich.table import Table
 from duoexp import child
 from duoexp.config import CONF, SweepConfig, check_sweep
 from duoexp.errors import is_told, sentence, tell
+
+if TYPE_CHECKING:
+    from duoexp.runner import Plan
+    from duoexp.slots import Slot
 
 COMMAND = (sys.executable, "-m", "duoexp.job")
 
@@ -47,12 +51,13 @@ class Job:
 
 
 class Begun(Callback):
-    """Hydra's callback: remembers the folder of the sweep, whose records `end` tells of."""
+    """Hydra's callback: remembers where the sweep's records are, which `end` tells of."""
 
     folder: Path | None = None
+    report = True
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        Begun.folder = Path(config.hydra.sweep.dir)
+        Begun.folder, Begun.report = Path(config.hydra.sweep.dir), config.sweep.report
 
 
 def job(cfg: DictConfig) -> float | None:
@@ -85,7 +90,7 @@ def job(cfg: DictConfig) -> float | None:
 def _run(cfg: DictConfig, settings: SweepConfig, begun: Job, folder: Path, shown: bool) -> Job:
     if settings.on_error == "stop" and any(each.status == "failed" for each in jobs(folder)):
         return replace(begun, status="skipped", reason="a job before it failed, and sweep.on_error=stop")
-    from duoexp import runner  # torch takes seconds
+    from duoexp import runner, slots  # torch takes seconds
 
     try:
         plan = runner.prepare(cfg, CONF / "hardware")
@@ -93,23 +98,41 @@ def _run(cfg: DictConfig, settings: SweepConfig, begun: Job, folder: Path, shown
         if not is_told(error):
             tell(error)
         return replace(begun, status="failed", reason=sentence(error), log=None)
+    if settings.dry_run:
+        return replace(begun, status="planned", reason=_planned(plan), log=None)
     begun = replace(begun, folder=str(plan.folder))
     if runner.stands(plan.folder):
         return replace(_with_speedup(begun), status="skipped", reason="done before")
-    given = json.dumps(OmegaConf.to_container(cfg, resolve=True) | {"resume": True})  # type: ignore[operator]
-    return _attempted(given, settings, begun, shown)
+    given: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    with slots.taken(settings.slots) as slot:
+        return _attempted(given | {"resume": True}, settings, slot, begun, shown)
 
 
-def _attempted(given: str, settings: SweepConfig, begun: Job, shown: bool) -> Job:
+def _planned(plan: "Plan") -> str:
+    from duoexp import runner
+    from duoexp.estimate import estimate
+
+    return "done before" if runner.stands(plan.folder) else str(estimate(plan))
+
+
+def _attempted(given: dict[str, Any], settings: SweepConfig, slot: "Slot", begun: Job, shown: bool) -> Job:
     """Each attempt goes on where the one before ended."""
+    said = json.dumps({"config": given, "cores": slot.cores})
+    environment = {} if slot.gpu is None else {"CUDA_VISIBLE_DEVICES": _visible(slot.gpu)}
     job = replace(begun, seconds=0.0)
     while True:
-        end = child.run(COMMAND, given, Path(str(job.log)), settings.timeout, shown)
+        end = child.run(COMMAND, said, Path(str(job.log)), settings.timeout, shown, environment)
         job = replace(job, seconds=job.seconds + end.seconds, attempts=job.attempts + 1)  # type: ignore[operator]
         if end.reason is None:
             return replace(_with_speedup(job), status="done")
         if end.code == 2 or job.attempts > settings.retries:  # wrong input stays wrong
             return replace(job, status="failed", reason=end.reason)
+
+
+def _visible(gpu: int) -> str:
+    """The name of a GPU that this process sees, for another to see it alone."""
+    own = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return own.split(",")[gpu] if own else str(gpu)
 
 
 def _with_speedup(job: Job) -> Job:
@@ -139,7 +162,7 @@ def end() -> list[Job]:
     """Tells of all jobs of the sweep that this process ran, if it did; each failed one in a line on stderr."""
     folder, Begun.folder = Begun.folder, None
     ended = jobs(folder) if folder is not None else []
-    if not ended:
+    if folder is None or not ended:
         return []
     from duoexp.terminal import console
 
@@ -149,7 +172,22 @@ def end() -> list[Job]:
             where = f" ({each.log})" if each.log else ""
             print(f"failed: {settings}: {each.reason}{where}", file=sys.stderr, flush=True)
     print(folder, flush=True)
+    _report(ended, folder / "report")
     return ended
+
+
+def _report(jobs: Sequence[Job], out: Path) -> None:
+    """Over the runs of this sweep's jobs, if it wants one."""
+    runs = [Path(job.folder) for job in jobs if job.folder is not None and job.status in ("done", "skipped")]
+    if not runs or not Begun.report:
+        return
+    from duoexp import report
+
+    try:
+        print(report.write(runs, out), flush=True)
+    except Exception as error:  # the results are on disk, and `python -m duoexp.report` can be asked again
+        print("no report was written", file=sys.stderr)
+        tell(error)
 
 
 def table(jobs: Sequence[Job]) -> Table:

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -48,6 +49,28 @@ def load(task: TaskConfig) -> list[Prompt]:
     kinds = [[prompt for prompt in prompts if prompt.kind == kind] for kind in dict.fromkeys(task.kinds)]
     shares = _shares([len(kind) for kind in kinds], len(prompts) if task.limit is None else task.limit)
     return [prompt for kind, share in zip(kinds, shares, strict=True) for prompt in _spread(kind, share)]
+
+
+def of_length(prompts: Sequence[Prompt], tokens: int, length: Callable[[Prompt], int]) -> list[Prompt]:
+    """Each prompt as one turn of at most `tokens` tokens: followed by the texts of the others, and cut there.
+
+    length: of an encoded prompt. Raises InputError when not even a letter fits.
+    """
+    texts = [turn for prompt in prompts for turn in prompt.turns]
+    made = []
+    for number, prompt in enumerate(prompts):
+        text = "\n\n".join([*prompt.turns, *texts[number:], *texts[:number]])
+
+        def cut(letters: int, prompt: Prompt = prompt, text: str = text) -> Prompt:
+            return Prompt(f"{prompt.id}-{tokens}", prompt.kind, (text[:letters],), None)
+
+        while length(cut(len(text))) < tokens:
+            text += "\n\n" + text
+        letters = bisect(range(1, len(text)), tokens, key=lambda letters: length(cut(letters, text=text)))
+        if not letters:
+            raise InputError(f"task.prompt_tokens={tokens} has no room for a prompt beside its template; give more")
+        made.append(cut(letters, text=text))
+    return made
 
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:

@@ -23,7 +23,7 @@ FILES = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
 # A job that takes no time: what it does depends on the budget that it is given.
 FAKE = """
 import json, os, signal, sys, time
-budget = json.loads(sys.stdin.readline())["draft"]["budget"]
+budget = json.loads(sys.stdin.readline())["config"]["draft"]["budget"]
 print("hello from", budget, flush=True)
 if budget == 2:
     sys.exit("error: of its own")
@@ -121,7 +121,7 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     (tmp_path / "parent.py").write_text(
         "import sys, pathlib\n"
         "from duoexp.child import run\n"
-        "run((sys.executable, 'job.py'), 'hi', pathlib.Path('log'), None, False)\n"
+        "run((sys.executable, 'job.py'), 'hi', pathlib.Path('log'))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     parent = subprocess.Popen([sys.executable, "parent.py"], cwd=tmp_path, env=environment)
@@ -287,7 +287,8 @@ def test_every_sweep_is_a_grid_of_valid_configs(name: str) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", overrides=[f"sweeps={name}"], return_hydra_config=True)
     assert cfg.name == name and cfg.hydra.mode.name == "MULTIRUN"
-    for job in grid(cfg.hydra.sweeper.params):
+    sweeper = cfg.hydra.sweeper
+    for job in (job for axes in sweeper.get("grids", [sweeper.params]) for job in grid(axes)):
         with initialize_config_dir(str(CONF), version_base="1.3"):
             config = OmegaConf.to_object(compose("config", overrides=[f"sweeps={name}", *job]))
         assert isinstance(config, Config)
