@@ -40,6 +40,7 @@ def main() -> None:
     """Exit code 0: the result stands, or every job's; 1: not so; 2: the input cannot be run; 130: interrupted."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("duoexp").setLevel(logging.INFO)
+    sweep.prefer_own_configs()
     if DEBUGGING:
         launch()
         return

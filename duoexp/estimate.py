@@ -26,12 +26,15 @@ class Estimate:
     needed: dict[str, int]
     available: dict[str, int]
     at_least_s: float
+    too_long: int  # prompts that the target's context does not hold
 
     def __str__(self) -> str:
         """In words; what does not fit comes first."""
         said = [f"{device} {_gib(size)}" for device, size in self.needed.items()]
         lacking = [each for each, size in self.needed.items() if size > self.available[each]]
         short = [f"DOES NOT FIT: {each} has {_gib(self.available[each])}" for each in lacking]
+        if self.too_long:
+            short.append(f"{self.too_long} prompts are longer than the target's context")
         return "; ".join([*short, f"memory {', '.join(said)}", f"at least {self.at_least_s:.0f} s"])
 
 
@@ -53,7 +56,9 @@ def estimate(plan: "Plan") -> Estimate:
     tokens = turns * sampling.max_new_tokens * plan.config.repeats * 2  # both ways
     place = hardware.target
     seconds = tokens * weights_bytes(plan.target, place.dtype) / _bandwidth(place.device)
-    return Estimate(needed, {device: _available(device) for device in needed}, seconds)
+    context = plan.target.config.get_text_config(decoder=True).max_position_embeddings
+    too_long = sum(length >= context for length in lengths)
+    return Estimate(needed, {device: _available(device) for device in needed}, seconds, too_long)
 
 
 def weights_bytes(model: Model, dtype: str) -> int:

@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
@@ -58,6 +60,18 @@ class Begun(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         Begun.folder, Begun.report = Path(config.hydra.sweep.dir), config.sweep.report
+
+
+def prefer_own_configs() -> None:
+    """Makes Hydra take the launchers and sweepers of `conf/hydra` for themselves.
+
+    It would take a plugin's config of the same name for their schema, and warn of that or refuse it.
+    """
+    Plugins.instance()  # imports the plugins, each of which stores its config
+    for group in ("launcher", "sweeper"):
+        stored = ConfigStore.instance().repo["hydra"][group]
+        for file in (CONF / "hydra" / group).glob("*.yaml"):
+            stored.pop(file.name, None)
 
 
 def job(cfg: DictConfig) -> float | None:

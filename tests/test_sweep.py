@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CONF, composed
+from conftest import CONF, composed, planned
 from hydra import compose, initialize_config_dir
+from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 from test_run import ROOT, SHORT, Listening, lines, main, strict
 
-from duoexp import child, runner, sweep
-from duoexp.config import SWEEPS, Config, check, register
+from duoexp import child, estimate, runner, slots, sweep, templates
+from duoexp.config import SWEEPS, Config, InputError, check, register
 
 FILES = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
 
@@ -276,6 +277,85 @@ def test_a_summary_says_how_quiet_the_machine_was_and_what_it_drew(here: Path, m
     assert summary["speedup_geometric_mean"] > 0
     for figure in ("cpu_joules_per_token", "gpu_joules_per_token", "baseline_cpu_joules_per_token"):
         assert summary[figure] is not None or summary["reasons"][figure]
+
+
+# Before and after
+
+
+def test_a_dry_run_says_what_each_job_takes_and_starts_none(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = ("-m", *SHORT, "draft.budget=-1,1", "model.target='random:context=101','random:layers=3,hidden=128'")
+    assert main(monkeypatch, *grid, "sweep.dry_run=true") == 1, "one of them cannot be run"
+    ended = records(fake)
+    assert [job.status for job in ended] == ["failed", "failed", "planned", "planned"]
+    assert all("memory cpu" in str(job.reason) and "at least" in str(job.reason) for job in ended[2:])
+    assert "longer than the target's context" in str(ended[2].reason)
+    assert not (fake / "outputs" / "runs").exists() and "hello" not in capsys.readouterr().out
+
+
+def test_an_estimate_counts_the_weights_and_the_cache_of_both_models() -> None:
+    plan = planned("model.target='random:layers=3,hidden=128'", "draft=vanilla", "sampling.max_new_tokens=100")
+    models = [plan.target, plan.draft]
+    stored = [estimate._stored(Path(model.checkpoint.path) / "model.safetensors") for model in models]
+    cache = sum(estimate.cache_bytes(model, "float32", 102) for model in models)  # BOS, "a", and the answer
+    assert estimate.estimate(plan).needed == {"cpu": 4 * sum(stored) + cache}
+    assert estimate.cache_bytes(plan.target, "float32", 10) == 2 * 3 * 10 * 64 * 4, "two of its four heads have keys"
+
+
+def test_jobs_of_one_machine_wait_for_each_other_or_share_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    with slots.taken(2) as first, slots.taken(2) as second:
+        assert set(first.cores or ()) & set(second.cores or ()) == set() and first != second
+        assert len(first.cores or ()) == len(second.cores or ())
+        asked: list[float] = []
+
+        def waited(seconds: float) -> None:
+            asked.append(seconds)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(slots.time, "sleep", waited)
+        with pytest.raises(KeyboardInterrupt), slots.taken(2):
+            pass
+        assert asked, "a third waits"
+    with slots.taken(1) as whole:
+        assert whole == slots.Slot(None, None)
+
+
+def test_each_slot_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots.machine, "gpus", lambda: 2)
+    monkeypatch.setattr(slots.machine, "mask", lambda: tuple(range(5)))
+    assert [slots.part(number, 2) for number in (0, 1)] == [slots.Slot((0, 1), 0), slots.Slot((2, 3), 1)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert sweep._visible(1) == "7"
+
+
+def test_prompts_can_be_made_of_a_length() -> None:
+    given = composed("task=mini", "task.limit=3", "task.prompt_tokens=300", "task.text=null")
+    plan = runner.prepare(given, CONF / "hardware")
+    lengths = [len(templates.encode(plan.target.tokenizer, "auto", prompt)) for prompt in plan.prompts]
+    assert len(plan.prompts) == 3 and lengths == [300] * 3, "a byte is a token"
+    assert any("synthetic" in note for note in plan.notes)
+    with pytest.raises(InputError, match=r"task\.prompt_tokens=3"):
+        runner.prepare(composed("task=mini", "task.prompt_tokens=3", "task.text=null"), CONF / "hardware")
+
+
+@pytest.mark.parametrize("choice", ("hydra/launcher=joblib", "hydra/sweeper=optuna"))
+def test_a_plugin_that_is_not_here_is_named(
+    choice: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = Plugins.instance().class_name_to_class
+    ours = {name: plugin for name, plugin in known.items() if not name.startswith("hydra_plugins.hydra_")}
+    monkeypatch.setattr(Plugins.instance(), "class_name_to_class", ours)
+    assert main(monkeypatch, "-m", *SHORT, choice) == 2
+    assert f"pip install 'duoexp[{choice.partition('=')[2]}]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "hydra" / "launcher").glob("*.yaml")))
+def test_every_launcher_says_how_its_jobs_keep_apart(name: str) -> None:
+    """Whether they work is shown by benchmarks/launchers.py, which needs their packages."""
+    file = CONF / "hydra" / "launcher" / f"{name}.yaml"
+    config = OmegaConf.load(file)
+    assert config._target_.startswith("hydra_plugins.") and file.read_text().startswith("# ")
 
 
 # The files
