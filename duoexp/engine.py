@@ -54,9 +54,8 @@ class Engine:
         self.target.clear()
         room = self.target.context_size - len(prompt)
         stop = Stop(self.eos, min(limit or self.settings.max_new_tokens, room), self._ends())
-        rounds, first_s, start_s = [], 0.0, time.perf_counter()
+        rounds, start_s = [], time.perf_counter()
         for each in method.schedule(self.target, method.worker, method.rule, self.sampler, prompt, method.budget, stop):
-            first_s = first_s or time.perf_counter()
             rounds.append(each)
             method.budget.observe(each)
         end_s = time.perf_counter()
@@ -66,7 +65,7 @@ class Engine:
             reason=str(stop.reason),
             rounds=tuple(rounds),
             start_s=start_s,
-            first_s=first_s,
+            first_s=rounds[0].start_s + rounds[0].verify_s,
             end_s=end_s,
             spans=(*(span for each in rounds for span in each.spans), *rest.spans),
             draft_tokens=sum(each.drafted for each in rounds) + rest.tokens,

@@ -22,12 +22,13 @@ from duoexp.drafters import Drafter
 from duoexp.engine import Engine, Method
 from duoexp.errors import sentence
 from duoexp.fit import Setting
-from duoexp.hardware import Hardware, decide, placed
+from duoexp.hardware import Hardware, Place, decide, placed
 from duoexp.lm.causal_lm import CausalLM
 from duoexp.lm.load import Model, check_vocabulary, describe, eos_ids, load
 from duoexp.lm.sources import files, resolve
 from duoexp.meters import Energy, Watch
 from duoexp.metrics import Pair, acceptance_rate, block_efficiency, speedup, tokens_per_s
+from duoexp.peers.base import Peer, Stock, home
 from duoexp.profile import Profile, key_of, measure
 from duoexp.record import Record, digest, new_folder, runs, same_folder
 from duoexp.resume import resumed
@@ -57,7 +58,7 @@ class Plan:
     resolved: dict[str, Any]
     hardware: Hardware
     prompts: list[Prompt]
-    drafter: Drafter
+    drafter: Drafter | Peer
     target: Model
     draft: Model | None
     tracker: Tracker
@@ -114,6 +115,7 @@ class Plan:
             "target": self.target.source,
             "draft": self.draft.source if self.draft else None,
             "method": self.config.draft.name,
+            "peer": self.drafter.library if isinstance(self.drafter, Peer) else None,
             "hardware": asdict(self.hardware),
             "notes": list(self.notes),
             "key": self.key,
@@ -224,6 +226,8 @@ def prepare(cfg: DictConfig, profiles: Path) -> Plan:
     hardware = decide(config.hardware, profiles)
     prompts = tasks.load(config.task)
     drafter = _drafter(config)
+    if isinstance(drafter, Peer):
+        _check_peer(config, drafter)
     target = describe(config.model.target, resolve(config.model.target), config.model.trust_remote_code)
     draft, notes = None, [*hardware.notes]
     if (tokens := config.task.prompt_tokens) is not None:
@@ -241,6 +245,8 @@ def prepare(cfg: DictConfig, profiles: Path) -> Plan:
             )
         if checkpoint.layers is not None:
             notes.append(f"the draft is a stand-in: the first {checkpoint.layers} layers of the target, untrained")
+    if isinstance(drafter, Peer):
+        notes.append(drafter.note(target, draft))
     templates.resolve(target.tokenizer, config.model.template)
     setting = _setting(config, hardware, drafter, [each for each in (target, draft) if each is not None])
     tracker, s = instantiate(config.tracker.tracker), config.sampling
@@ -248,7 +254,7 @@ def prepare(cfg: DictConfig, profiles: Path) -> Plan:
     return Plan(config, resolved, hardware, prompts, drafter, target, draft, tracker, sampler, setting, tuple(notes))
 
 
-def _setting(config: Config, hardware: Hardware, drafter: Drafter, models: Sequence[Model]) -> Setting:
+def _setting(config: Config, hardware: Hardware, drafter: Drafter | Peer, models: Sequence[Model]) -> Setting:
     overlapped = config.draft.schedule == "overlapped"
     context_size = min(model.config.get_text_config(decoder=True).max_position_embeddings for model in models)
     setting = Setting(
@@ -262,14 +268,32 @@ def _setting(config: Config, hardware: Hardware, drafter: Drafter, models: Seque
     return setting
 
 
-def _drafter(config: Config) -> Drafter:
+def _drafter(config: Config) -> Drafter | Peer:
     # In two steps: Hydra would turn a policy that it is handed into a config.
     make = instantiate(config.draft.drafter, _partial_=True)
     try:
-        drafter: Drafter = make() if config.draft.policy is None else make(policy=instantiate(config.draft.policy))
+        drafter: Drafter | Peer = (
+            make() if config.draft.policy is None else make(policy=instantiate(config.draft.policy))
+        )
     except TypeError as error:
         raise InputError(f"draft.drafter and draft.policy do not fit: {error}; see the files in conf/draft") from error
     return drafter
+
+
+def _check_peer(config: Config, peer: Peer) -> None:
+    draft = config.draft
+    if config.sampling.temperature > 0:
+        raise InputError(
+            f"sampling.temperature={config.sampling.temperature} is not for the peer draft={draft.name}, which draws "
+            "with random numbers of its own, so that its answers could not be compared; set sampling.temperature=0"
+        )
+    if draft.schedule != "serial" or draft.policy is not None or draft.rule != "match" or draft.budget != 0:
+        raise InputError(
+            f"draft={draft.name} is a peer with a loop of its own, so draft.schedule={draft.schedule}, draft.rule="
+            f"{draft.rule}, draft.budget={draft.budget} or a draft.policy means nothing to it; leave them as its file "
+            "has them"
+        )
+    peer.check(config.model.target, config.sampling.stop)
 
 
 def _check_vocabulary(config: Config, target: Model, draft: Model, notes: list[str]) -> None:
@@ -280,33 +304,62 @@ def _check_vocabulary(config: Config, target: Model, draft: Model, notes: list[s
 @contextmanager
 def loaded(plan: Plan) -> Iterator[tuple[CausalLM, Worker]]:
     """Both sides in their places. The drafter loads beside the target."""
-    config, place = plan.config, plan.hardware.target
+    place = place_of(plan)
     with ExitStack() as stack:
-        worker = _worker(plan)
-        if config.hardware.on_draft_failure == "continue":
-            worker = Continuing(worker)
+        worker = worker_of(plan)
         stack.callback(worker.close)
         stack.enter_context(placed(place))
-        target = load(plan.target, config.model.engine, place.device, place.dtype, plan.target.tokens)
+        target = target_of(plan)
         worker.ready()
         yield target, worker
+
+
+def place_of(plan: Plan) -> Place:
+    """Where this process runs."""
+    return home(plan.hardware) if isinstance(plan.drafter, Peer) else plan.hardware.target
+
+
+def target_of(plan: Plan) -> CausalLM:
+    """Loads it."""
+    place, target = plan.hardware.target, plan.target
+    return load(target, plan.config.model.engine, place.device, place.dtype, target.tokens)
 
 
 @contextmanager
 def _ready(plan: Plan, results: Results) -> Iterator[tuple[Engine, Method, Method]]:
     """The engine, warm, with the baseline and the method."""
-    config = plan.config
     machine.reset_peak_memory()
     with loaded(plan) as (target, worker):
-        eos = frozenset[int]() if config.sampling.ignore_eos else eos_ids(plan.target)
-        engine = Engine(target, plan.target.tokenizer, config.model.template, config.sampling, plan.sampler, eos)
-        budget = _budget(plan, target, worker, results)
-        method = Method(SCHEDULES[config.draft.schedule], worker, RULES[config.draft.rule], budget)
+        engine = engine_of(plan, target)
         baseline = Method(serial, Inline(Drafter(), plan.target.tokens), match, Fixed(0))
-        _warm_up(engine, (baseline, method), plan.target.source)
-        yield engine, baseline, method
+        with method_of(plan, target, worker, place_of(plan), Stock(), results) as method:
+            warm_up(engine, (baseline, method), plan.target.source)
+            yield engine, baseline, method
         draft = None if worker.pid is None else machine.peak_memory_of(worker.pid)
         results.peak_memory = {"target": machine.peak_memory(), "draft": draft}
+
+
+def engine_of(plan: Plan, target: CausalLM) -> Engine:
+    config = plan.config
+    eos = frozenset[int]() if config.sampling.ignore_eos else eos_ids(plan.target)
+    return Engine(target, plan.target.tokenizer, config.model.template, config.sampling, plan.sampler, eos)
+
+
+@contextmanager
+def method_of(
+    plan: Plan, target: CausalLM, worker: Worker, place: Place, stock: Stock, results: Results
+) -> Iterator[Method]:
+    """The method under test. A peer is loaded here, for `place`; anything else drafts in the worker."""
+    draft, peer = plan.config.draft, plan.drafter
+    if not isinstance(peer, Peer):
+        budget = _budget(plan, target, worker, results)
+        yield Method(SCHEDULES[draft.schedule], worker, RULES[draft.rule], budget)
+        return
+    try:
+        peer.start(plan.target, plan.draft, plan.hardware, place, stock)
+        yield Method(peer.schedule, worker, match, Fixed(0))
+    finally:
+        peer.close()
 
 
 def _budget(plan: Plan, target: CausalLM, worker: Worker, results: Results) -> Budget:
@@ -322,7 +375,7 @@ def _budget(plan: Plan, target: CausalLM, worker: Worker, results: Results) -> B
     return budget
 
 
-def _warm_up(engine: Engine, methods: Sequence[Method], source: str) -> None:
+def warm_up(engine: Engine, methods: Sequence[Method], source: str) -> None:
     """Decodes prompts that are no test prompts. Raises InputError for a target whose logits are no numbers."""
     for prompt in WARMUP:
         ids = templates.encode(engine.tokenizer, engine.template, prompt)[: max(1, engine.target.context_size // 2)]
@@ -335,16 +388,20 @@ def _warm_up(engine: Engine, methods: Sequence[Method], source: str) -> None:
         )
 
 
-def _worker(plan: Plan) -> Worker:
-    """The drafter where the hardware profile wants it; a process begins to load at once."""
+def worker_of(plan: Plan) -> Worker:
+    """The drafter where the hardware profile wants it; a process begins to load at once. A peer has none."""
+    if isinstance(plan.drafter, Peer):
+        return Inline(Drafter(), plan.target.tokens)
     draft, place = plan.draft, plan.hardware.draft
     sampled = plan.config.draft.rule == "rejection" and plan.sampler.temperature > 0
     engine = plan.config.model.engine
     weights = partial(load, draft, engine, place.device, place.dtype, plan.vocabulary) if draft else None
     build = partial(_started, deepcopy(plan.drafter), weights, plan.sampler, sampled)  # the next repeat's is as new
     if plan.hardware.worker == "inline":
-        return Inline(build(), plan.target.tokens)
-    return Process(build, partial(placed, place), plan.target.tokens, plan.drafter.observes)
+        worker: Worker = Inline(build(), plan.target.tokens)
+    else:
+        worker = Process(build, partial(placed, place), plan.target.tokens, plan.drafter.observes)
+    return Continuing(worker) if plan.hardware.on_draft_failure == "continue" else worker
 
 
 def _started(drafter: Drafter, weights: Callable[[], CausalLM] | None, sampler: Sampler, sampled: bool) -> Drafter:
@@ -388,7 +445,7 @@ def _figures(pair: Pair) -> dict[str, float]:
 
 def _fault(summary: dict[str, Any]) -> str | None:
     """Why the result does not stand, if it does not."""
-    if summary["identical"] is False:
+    if summary["identical"] is False and summary["peer"] is None:
         return terminal.verdict(summary)
     if not summary["answers"]:
         return f"none of the {len(summary['failed'])} prompts could be run"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from duoexp.config import InputError, TaskConfig
 from duoexp.templates import Prompt, encode, template_hash
 
-__all__ = ["WARMUP", "Prompt", "encode", "load", "prompts_hash", "template_hash"]
+__all__ = ["WARMUP", "Prompt", "encode", "here", "load", "prompts_hash", "template_hash"]
 
 PACKAGED = "pkg://"  # a source that is installed with the package: pkg://PACKAGE/FILE
 # Spec-Bench files MT-bench's prompts under these eight categories, not under one name.
@@ -169,6 +169,21 @@ def _download(task: TaskConfig) -> Path:
         return Path(DownloadManager(download_config=DownloadConfig(use_etag=False)).download(task.source))
     except Exception as error:  # whatever the transport of the day raises
         raise _unreachable(task, error) from error
+
+
+def here(task: TaskConfig) -> bool:
+    """Whether the prompts are on this machine, as far as that can be told without a network."""
+    if task.text is not None or task.path is not None or task.source is None or task.source.startswith(PACKAGED):
+        return True
+    from datasets import DownloadConfig, DownloadManager, config
+
+    if "://" not in task.source:
+        return any(Path(config.HF_DATASETS_CACHE).glob(f"{task.source.replace('/', '___')}/*"))
+    try:
+        DownloadManager(download_config=DownloadConfig(use_etag=False, local_files_only=True)).download(task.source)
+    except Exception:  # whatever it raises for a file that it has not
+        return False
+    return True
 
 
 def _data_set(task: TaskConfig, kind: str | None) -> Iterator[_Row]:

@@ -71,7 +71,8 @@ WIDE = 120  # characters that all columns need
 
 def table(summary: dict[str, Any], pairs: Sequence[Pair], width: int) -> Table:
     """A line a task, then all of it."""
-    title = f"{summary['model']}, draft={summary['method']}, hardware={summary['hardware']['name']}"
+    peer = f" (a peer: {summary['peer']})" if summary["peer"] else ""
+    title = f"{summary['model']}, draft={summary['method']}{peer}, hardware={summary['hardware']['name']}"
     found = Table(title=title, title_justify="left")
     columns = COLUMNS if width >= WIDE else SHORT
     for name in columns:
@@ -122,6 +123,8 @@ def verdict(summary: dict[str, Any]) -> str:
         + (f", gap {one['gap']:.2g} where rounding reaches {one['tolerance']:.2g}" if one["gap"] is not None else "")
         for one in parted
     )
+    if not summary["identical"] and summary["peer"]:
+        return f"identity: false, the peer parted from the target in {len(parted)} of {summary['answers']} ({places})"
     if not summary["identical"]:
         return f"identity: FAILED, {len(parted)} of {summary['answers']} answers are not the target's own ({places})"
     equal = summary["answers"] - summary["ties"]

@@ -228,7 +228,7 @@ class Process:
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
         self._process = context.Process(target=_serve, args=(child, build, placed), name="duoexp-draft", daemon=True)
-        _start(self._process)
+        start_process(self._process)
         child.close()  # so that a dead child reads as the end of the pipe
         self._vocabulary, self._observes = vocabulary, observes
         self._observed: _Observed = None
@@ -347,7 +347,7 @@ def _check_ids(tokens: Sequence[int], vocabulary: int) -> None:
         raise DraftFailed(f"the drafter proposed id {strange[0]}, but the vocabulary has {vocabulary} ids")
 
 
-def _start(process: BaseProcess) -> None:
+def start_process(process: BaseProcess) -> None:
     """Starts a spawned process, from within any launcher, and deaf to interrupts from its first moment."""
     method = multiprocessing.get_start_method(allow_none=True)
     main = threading.current_thread() is threading.main_thread()

@@ -17,7 +17,10 @@ import pytest
 import torch
 
 CONF = Path(__file__).parent.parent / "conf"
-DRAFTS = sorted(path.stem for path in (CONF / "draft").glob("*.yaml"))
+# The files of conf/draft: this project's methods, and the loops of others, which are bound to less.
+_FIRST = {path.stem: path.read_text().partition("\n")[0] for path in sorted((CONF / "draft").glob("*.yaml"))}
+PEERS = [name for name, line in _FIRST.items() if line.startswith("# A peer: ")]
+DRAFTS = [name for name in _FIRST if name not in PEERS]
 TEMPERATURES = (0.0, 0.8)
 # What a prompt lookup can find: a text that repeats itself.
 ECHO_PROMPT = [256, *(list(b"one two three, ") * 3)]
@@ -89,14 +92,14 @@ def target_of(*overrides: str) -> Any:
 def inline(*overrides: str, **sampling: Any) -> Any:
     """The method of such a config, its drafter started in this process. sampling: a cheap way to change it."""
     from duoexp.engine import Method
-    from duoexp.runner import _worker
+    from duoexp.runner import worker_of
     from duoexp.sampling import Sampler
     from duoexp.schedule import SCHEDULES
     from duoexp.verify import RULES
 
     plan = planned(*overrides)
     draft = plan.config.draft
-    worker = _worker(replace(plan, drafter=deepcopy(plan.drafter), sampler=Sampler(**sampling)))
+    worker = worker_of(replace(plan, drafter=deepcopy(plan.drafter), sampler=Sampler(**sampling)))
     return Method(SCHEDULES[draft.schedule], worker, RULES[draft.rule], fixed(draft.budget))
 
 

@@ -32,7 +32,7 @@ from duoexp.drafters import Drafter, ModelDrafter
 from duoexp.engine import Engine, Method
 from duoexp.metrics import Decoding
 from duoexp.policy import Chain, Dynamic, FixedK
-from duoexp.runner import _worker
+from duoexp.runner import worker_of
 from duoexp.sampling import Sampler
 from duoexp.schedule import SCHEDULES
 from duoexp.tree import Draft
@@ -426,6 +426,6 @@ class Strange(Drafter):
 
 
 def test_an_id_beyond_the_vocabulary_is_the_drafters_failure() -> None:
-    worker = _worker(replace(planned("draft=prompt_lookup"), drafter=Strange()))
+    worker = worker_of(replace(planned("draft=prompt_lookup"), drafter=Strange()))
     with pytest.raises(DraftFailed, match=r"id 259.* 259 ids"):
         engine().decode(Method(SCHEDULES["serial"], worker, match, Fixed(4)), PROMPT)

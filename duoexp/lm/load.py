@@ -13,6 +13,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
@@ -80,6 +81,17 @@ def load(model: Model, engine: str, device: str, dtype: str, vocabulary: int) ->
     if model.checkpoint.base is not None:
         folder, place = Path(model.checkpoint.path), model.checkpoint.base.path
         return load_draft(folder, place, vocabulary, getattr(torch, dtype), model.tokenizer, device)
+    weights = stock(model, device, dtype)
+    if model.checkpoint.bits is not None:
+        return self_draft(weights, vocabulary, model.checkpoint.bits)
+    fits = device == "cpu" and isinstance(weights, FAMILY)
+    if engine == "lean" or (engine == "auto" and fits):
+        return LeanLM.from_model(weights, vocabulary, width_invariant=device == "cpu")
+    return TransformersLM(weights, vocabulary)
+
+
+def stock(model: Model, device: str, dtype: str) -> PreTrainedModel:
+    """transformers' own model, whole and on its device. Raises InputError when it can't be reached or is not whole."""
     transformers_logging.set_verbosity_error()  # it reports the layers left out of a stand-in as unexpected weights
     transformers_logging.disable_progress_bar()
     loaded: Any = _reached(
@@ -97,13 +109,8 @@ def load(model: Model, engine: str, device: str, dtype: str, vocabulary: int) ->
     )
     weights, report = loaded
     _check_whole(model.source, report)
-    weights.to(device)
-    if model.checkpoint.bits is not None:
-        return self_draft(weights, vocabulary, model.checkpoint.bits)
-    fits = device == "cpu" and isinstance(weights, FAMILY)
-    if engine == "lean" or (engine == "auto" and fits):
-        return LeanLM.from_model(weights, vocabulary, width_invariant=device == "cpu")
-    return TransformersLM(weights, vocabulary)
+    whole: PreTrainedModel = weights.to(device)
+    return whole
 
 
 def _check_whole(source: str, report: dict[str, Any]) -> None:

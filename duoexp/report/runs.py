@@ -104,7 +104,8 @@ def _below(given: Path) -> Iterator[Path]:
     for folder, inside, files in os.walk(given):
         if "config.yaml" in files and {"summary.json", "prompts.jsonl", "run.log"} & set(files):
             inside.clear()  # what a tracker keeps below a run is no run
-            yield Path(folder).resolve()
+            if "answers.jsonl" not in files:  # of a comparison, which is a table by itself
+                yield Path(folder).resolve()
         inside.sort()
 
 
@@ -117,7 +118,7 @@ def _fault(run: Run) -> str | None:
     if summary["status"] != "finished":
         why = f": {summary['error']}" if summary.get("error") else f" after {len(run.answers)} answers"
         return f"{summary['status']}{why}"
-    if summary["identical"] is False:
+    if summary["identical"] is False and not summary.get("peer"):
         return "an answer was not the target's own"
     return None if run.answers else "none of its prompts could be run"
 

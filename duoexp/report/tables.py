@@ -66,7 +66,7 @@ def overview(found: Sequence[Method]) -> Table:
     for method, fact, bold in zip(found, facts, best, strict=True):
         rows.append(
             (
-                Cell(method.label, "" if len(method.runs) == 1 else f"{len(method.runs)} runs"),
+                Cell(method.label, _about(method)),
                 Cell(str(fact["answers"]), f"{fact['failed']} failed" if fact["failed"] else ""),
                 _number(fact["baseline_tokens_per_s"], 1),
                 _number(fact["tokens_per_s"], 1),
@@ -307,10 +307,18 @@ def _facts(method: Method) -> dict[str, Any]:
     }
 
 
+def _about(method: Method) -> str:
+    runs = [] if len(method.runs) == 1 else [f"{len(method.runs)} runs"]
+    return ", ".join(runs + ([f"a peer: {method.peer}"] if method.peer else []))
+
+
 def _identity(method: Method) -> str:
     if any(run.summary["identical"] is None for run in method.runs):
         return "not compared"
     ties = sum(run.summary["ties"] for run in method.runs)
+    if method.peer:  # of a method the run would not stand
+        parted = [one for run in method.runs for one in run.summary["parted"] if one["kind"] == "different"]
+        return f"{len(parted)} parted, {ties} ties"
     return "true" + (f", {ties} ties" if ties else "")
 
 

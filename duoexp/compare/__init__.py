@@ -1,0 +1,1 @@
+"""Methods and peers in one run, on the same prompts, decoded in turns."""

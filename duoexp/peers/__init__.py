@@ -1,0 +1,1 @@
+"""Decoding loops of other libraries, measured like a schedule of this one."""
