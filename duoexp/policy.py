@@ -29,6 +29,11 @@ class Row(Protocol):
 
 
 class DraftModel(Protocol):
+    @property
+    def text(self) -> list[int]:
+        """The tokens that the draft goes on from."""
+        ...
+
     def after(self, draft: Draft, nodes: Sequence[int]) -> list[Row]:
         """One forward pass: the rows behind these nodes of the draft, -1 being the place where it begins."""
         ...

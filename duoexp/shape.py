@@ -37,6 +37,10 @@ class _Counting:
     def __init__(self, probs: Tensor) -> None:
         self.row, self.passes = _ConstantRow(probs), list[int]()
 
+    @property
+    def text(self) -> list[int]:
+        return []
+
     def after(self, draft: Draft, nodes: Sequence[int]) -> list[Row]:
         self.passes.append(len(nodes))
         return [self.row for _ in nodes]

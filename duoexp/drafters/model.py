@@ -62,6 +62,10 @@ class _Continuation:
     tip: int
     ahead: int
 
+    @property
+    def text(self) -> list[int]:
+        return [*self.context, *(self.pending.tokens[node] for node in self.pending.path(self.tip))]
+
     def after(self, draft: Draft, nodes: Sequence[int]) -> list[Row]:
         rows = [1 + (self.tip if node < 0 else len(self.pending) + node) for node in nodes]
         logits = self.drafter.lm.logits(self.context, self.pending.hang(self.tip, draft), rows)
