@@ -15,6 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+
+# The same examples each time, so that a change alone makes a test fail; nothing is judged by the clock.
+settings.register_profile("seeded", derandomize=True, deadline=None, database=None)
+settings.load_profile("seeded")
 
 CONF = Path(__file__).parent.parent / "conf"
 # The files of conf/draft: this project's methods, and the loops of others, which are bound to less.
@@ -153,3 +159,12 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     """BOS and random bytes, `length` ids in all."""
     ids = torch.randint(256, (length - 1,), generator=torch.Generator().manual_seed(seed))
     return [256, *ids.tolist()]
+
+
+@st.composite
+def drafts(draw: st.DrawFn, most: int = 12, tokens: int = 4) -> Any:
+    """Trees of every shape, siblings of one token among them."""
+    from duoexp.tree import Draft
+
+    parents = [draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(0, most)))]
+    return Draft(tuple(draw(st.integers(0, tokens - 1)) for _ in parents), tuple(parents))
