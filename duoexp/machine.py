@@ -41,7 +41,7 @@ def describe() -> dict[str, Any]:
 
 def _cpu() -> dict[str, Any]:
     allowed = mask()
-    governors = {_read(CPUS / f"cpu{core}/cpufreq/scaling_governor") for core in allowed or ()} - {None}
+    governors = {read(CPUS / f"cpu{core}/cpufreq/scaling_governor") for core in allowed or ()} - {None}
     return {
         "model": _cpuinfo("model name") or _capabilities().get("cpu_name"),
         "architecture": platform.machine(),
@@ -120,18 +120,18 @@ def cores() -> int:
 def physical(core: int) -> tuple[int, str]:
     """The socket of a core and the list of its hardware threads; the core alone where the system does not tell."""
     topology = CPUS / f"cpu{core}/topology"
-    return int(_read(topology / "physical_package_id") or 0), _read(topology / "thread_siblings_list") or str(core)
+    return int(read(topology / "physical_package_id") or 0), read(topology / "thread_siblings_list") or str(core)
 
 
 def throttles() -> int:
     """How often a core that this process may use was slowed for heat, since the system started; 0 where it is mute."""
-    counts = [_read(CPUS / f"cpu{core}/thermal_throttle/core_throttle_count") for core in mask() or ()]
+    counts = [read(CPUS / f"cpu{core}/thermal_throttle/core_throttle_count") for core in mask() or ()]
     return sum(int(count) for count in counts if count)
 
 
 def quota() -> float | None:
     """Cores' worth of time that a container may use, which the affinity mask does not show; None without a limit."""
-    limit, _, period = (_read(Path("/sys/fs/cgroup/cpu.max")) or "max").partition(" ")
+    limit, _, period = (read(Path("/sys/fs/cgroup/cpu.max")) or "max").partition(" ")
     return None if limit == "max" else int(limit) / int(period)
 
 
@@ -194,7 +194,7 @@ def peak_memory_of(pid: int) -> dict[str, Any]:
 
 
 def _peak_resident(process: str) -> int | None:
-    found = re.search(r"VmHWM:\s+(\d+) kB", _read(Path(f"/proc/{process}/status")) or "")
+    found = re.search(r"VmHWM:\s+(\d+) kB", read(Path(f"/proc/{process}/status")) or "")
     return int(found[1]) * 1024 if found else None
 
 
@@ -222,7 +222,7 @@ def _capabilities() -> Mapping[str, Any]:
 
 def _cpuinfo(field: str) -> str | None:
     """The first value of a field of /proc/cpuinfo."""
-    found = re.search(rf"^{field}\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")) or "", re.MULTILINE)
+    found = re.search(rf"^{field}\s*:\s*(.+)$", read(Path("/proc/cpuinfo")) or "", re.MULTILINE)
     return found[1] if found else None
 
 
@@ -235,7 +235,7 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip()
 
 
-def _read(path: Path) -> str | None:
+def read(path: Path) -> str | None:
     try:
         return path.read_text().strip()
     except OSError:

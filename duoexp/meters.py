@@ -3,10 +3,12 @@
 All of it is read from counters that the system keeps anyway, before and after: nothing runs beside what is measured.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -16,6 +18,7 @@ POWERCAP = Path("/sys/class/powercap")
 PACKAGES = "intel-rapl:?"  # a socket each, AMD's too; their parts have one more number
 BUSY = ("user", "nice", "system", "irq", "softirq")
 OTHERS = 0.1  # share of the cores that others may take before a run is marked
+SET_S = 0.5  # a clock that is off by so much has been set
 STOLEN = 0.02  # share of the cores that a hypervisor may
 
 
@@ -46,6 +49,44 @@ def disturbances(conditions: Sequence[Conditions]) -> list[str]:
         turns = sum(device in each.throttled for each in conditions)
         found.append(f"{device} was throttled in {turns} of {len(conditions)} turns")
     return found
+
+
+class Setup:
+    """What should stay as it was while a run lasts: the cores of both sides, their highest clock, the system's time.
+
+    Durations come from a clock that nobody sets; the other one is only watched for what time stamps are worth.
+    """
+
+    def __init__(self, draft: int | None = None) -> None:
+        """draft: the process that the drafter has for itself, if it has one."""
+        self._processes = {"target": 0} | ({"draft": draft} if draft else {})
+        self._was = self._read()
+
+    def changes(self) -> list[str]:
+        """In sentences; empty when all is as it was."""
+        was, now = self._was, self._read()
+        said = [
+            f"{what} changed from {was[what]} to {now[what]}"
+            for what in was.keys() - {"set_s"}
+            if None not in (was[what], now[what]) and was[what] != now[what]
+        ]
+        if abs(moved := now["set_s"] - was["set_s"]) > SET_S:
+            said.append(f"the system's clock was set by {moved:.1f} s")
+        return sorted(said)
+
+    def _read(self) -> dict[str, Any]:
+        limits = {machine.read(machine.CPUS / f"cpu{core}/cpufreq/scaling_max_freq") for core in machine.mask() or ()}
+        cores = {f"the cores of the {side}": _cores_of(process) for side, process in self._processes.items()}
+        clock = {"the highest clock of the cores (kHz)": sorted(limit for limit in limits if limit) or None}
+        return cores | clock | {"set_s": time.time() - time.perf_counter()}
+
+
+def _cores_of(process: int) -> list[int] | None:
+    """That it may use, 0 being this thread; None where the system does not tell, or the process is gone."""
+    try:
+        return sorted(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else None
+    except ProcessLookupError:
+        return None
 
 
 class Watch:

@@ -26,7 +26,7 @@ from duoexp.hardware import Hardware, Place, decide, placed
 from duoexp.lm.causal_lm import CausalLM
 from duoexp.lm.load import Model, check_vocabulary, describe, eos_ids, load
 from duoexp.lm.sources import files, resolve
-from duoexp.meters import Energy, Watch
+from duoexp.meters import Energy, Setup, Watch
 from duoexp.metrics import Pair, acceptance_rate, block_efficiency, speedup, tokens_per_s
 from duoexp.peers.base import Peer, Stock, home
 from duoexp.profile import Profile, key_of, measure
@@ -189,7 +189,7 @@ def _repeat(
         return
     plan = replace(plan, sampler=replace(plan.sampler, seed=plan.sampler.seed + repeat))
     devices = (plan.hardware.target.device, plan.hardware.draft.device)
-    with _ready(plan, results) as (engine, baseline, method):
+    with ready(plan, results) as (engine, baseline, method):
         description["threads"] |= machine.describe()["threads"]  # in force from here on
         record.write("machine.json", description)
         if results.profile is not None:
@@ -326,7 +326,7 @@ def target_of(plan: Plan) -> CausalLM:
 
 
 @contextmanager
-def _ready(plan: Plan, results: Results) -> Iterator[tuple[Engine, Method, Method]]:
+def ready(plan: Plan, results: Results) -> Iterator[tuple[Engine, Method, Method]]:
     """The engine, warm, with the baseline and the method."""
     machine.reset_peak_memory()
     with loaded(plan) as (target, worker):
@@ -334,7 +334,9 @@ def _ready(plan: Plan, results: Results) -> Iterator[tuple[Engine, Method, Metho
         baseline = Method(serial, Inline(Drafter(), plan.target.tokens), match, Fixed(0))
         with method_of(plan, target, worker, place_of(plan), Stock(), results) as method:
             warm_up(engine, (baseline, method), plan.target.source)
+            setup = Setup(worker.pid)
             yield engine, baseline, method
+            results.changes += setup.changes()
         draft = None if worker.pid is None else machine.peak_memory_of(worker.pid)
         results.peak_memory = {"target": machine.peak_memory(), "draft": draft}
 

@@ -40,6 +40,7 @@ class Results:
     budget: dict[str, Any] | None = None
     profile: Profile | None = None  # what the budget was derived from
     draft_failure: dict[str, Any] | None = None  # where and why the drafter failed, when the run went on without it
+    changes: list[str] = field(default_factory=list)  # of what should have stayed as it was
     error: str | None = None  # what ended the run
     no_energy: dict[str, str] = field(default_factory=dict)  # for cpu and gpu, why it was not measured
 
@@ -114,7 +115,7 @@ def summarize(about: dict[str, Any], results: Results, status: str) -> dict[str,
         "draft_failure": results.draft_failure,
         "error": results.error,
         "reused_baselines": sum(answer.reused for answer in results.answers),
-        "disturbed": disturbances([answer.conditions for answer in results.answers]),
+        "disturbed": [*disturbances([answer.conditions for answer in results.answers]), *results.changes],
         "parted": results.of("tie") + results.of("different"),
         **{name: value for name, (value, _) in values.items()},
         "reasons": {name: why for name, (value, why) in values.items() if value is None},

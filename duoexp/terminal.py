@@ -161,7 +161,10 @@ def _where_time_went(summary: dict[str, Any]) -> str:
     if summary["draft_s"] is None or summary["target_s"] is None:
         return "nothing was drafted"
     step, one = summary["draft_s"]["median"], summary["target_s"]["median"]
+    given = summary["budget"] or {}  # none where an earlier process had decoded everything
+    budget = " ".join(str(value) for value in given.values() if value is not None) or "not kept"
     return (
-        f"draft step {1000 * step:.1f} ms, target pass {1000 * one:.1f} ms (c = {step / one:.2f}); the target waited "
-        f"{100 * summary['target_idle']:.0f}% of the time, the drafter {100 * summary['draft_idle']:.0f}%"
+        f"budget: {budget}; draft step {1000 * step:.1f} ms, target pass {1000 * one:.1f} ms (c = {step / one:.2f}); "
+        f"the target waited {100 * summary['target_idle']:.0f}% of the time, "
+        f"the drafter {100 * summary['draft_idle']:.0f}%"
     )

@@ -4,12 +4,14 @@ import json
 import os
 import socket
 import subprocess
+import time
 
 import pytest
 import torch
 
 from duoexp import machine
 from duoexp.machine import describe, peak_memory, reset_peak_memory
+from duoexp.meters import Setup
 
 
 def test_description_is_strict_json_without_the_host_name():
@@ -115,5 +117,17 @@ def test_peak_gpu_memory_is_reset_on_every_gpu(monkeypatch):
 
 @pytest.mark.parametrize(("text", "cores"), [("150000 100000", 1.5), ("max 100000", None), (None, None)])
 def test_quota_is_read_as_cores(monkeypatch, text, cores):
-    monkeypatch.setattr(machine, "_read", lambda path: text)
+    monkeypatch.setattr(machine, "read", lambda path: text)
     assert machine.quota() == cores
+
+
+def test_a_core_that_is_taken_away_and_a_clock_that_is_set_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(os.getpid())
+    assert setup.changes() == []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5} if process else {7})
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3600)
+    told = " ".join(setup.changes())
+    assert "cores of the target" in told and "[7]" in told
+    assert "cores of the draft" in told and "[5]" in told
+    assert "set by -3600" in told

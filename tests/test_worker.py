@@ -352,6 +352,17 @@ def test_a_process_that_dies_in_an_answer_does_not_end_it(tmp_path: Path) -> Non
     worker.close()
 
 
+def test_a_message_takes_no_longer_than_it_is_waited_for(shared: tuple[Process, Path]) -> None:
+    """What lies ready was sent before anyone waited."""
+    worker, folder = shared
+    worker.work()
+    worker.ask([71], Draft(), 4)
+    wait_for(lambda: (folder / "reached-71-3").exists())
+    begun = time.perf_counter()
+    worker.answer()
+    assert worker.work().message_s <= time.perf_counter() - begun
+
+
 def test_close_ends_the_process(tmp_path: Path) -> None:
     worker = fresh(tmp_path)
     worker.ask([1], Draft(), 3)  # even before it is ready

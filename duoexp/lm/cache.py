@@ -30,12 +30,11 @@ class BufferLayer(DynamicLayer):
         keys, values = (buffer[..., : self.length, :] for buffer in self._buffers)
         return keys, values
 
-    def keep(self, slots: list[int], start: int) -> None:
-        """Keeps `slots`, in this order, as the first ones; up to `start` they lie there already."""
-        self.length = len(slots)
-        if start < len(slots):
+    def keep(self, start: int, slots: list[int]) -> None:
+        self.length = start + len(slots)
+        if slots:
             for buffer in self._buffers:
-                index = torch.tensor(slots[start:], device=buffer.device)
+                index = torch.tensor(slots, device=buffer.device)
                 buffer[..., start : self.length, :] = buffer[..., index, :]
 
     def get_seq_length(self) -> int:
@@ -62,8 +61,7 @@ class BufferCache(Cache):
         self.buffers = [BufferLayer() for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]
         super().__init__(layers=list(self.buffers))
 
-    def keep(self, slots: list[int]) -> None:
-        """Keeps these slots, in this order, as the first ones; the others are free again."""
-        start = next((i for i, slot in enumerate(slots) if slot != i), len(slots))
+    def keep(self, start: int, slots: list[int]) -> None:
+        """See `CachedLM.keep`."""
         for layer in self.buffers:
-            layer.keep(slots, start)
+            layer.keep(start, slots)

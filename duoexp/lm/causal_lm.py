@@ -47,8 +47,8 @@ class CachedLM(ABC):
         """
 
     @abstractmethod
-    def keep(self, slots: list[int]) -> None:
-        """Keeps these slots, in this order, as the first ones; the others are free again."""
+    def keep(self, start: int, slots: list[int]) -> None:
+        """Keeps the first `start` slots, and behind them `slots`, in this order; the others are free again."""
 
     def clear(self) -> None:
         self._context: list[int] = []
@@ -76,7 +76,7 @@ class CachedLM(ABC):
     def _align(self, context: list[int], draft: Draft, rows: Sequence[int]) -> int:
         """Keeps in the cache what it shares with `context` and `draft`; returns how much of the context that is."""
         read = shared(context, self._context)
-        slots, node = list(range(read)), -1
+        start, slots, node = read, list[int](), -1
         while len(self._context) <= read < len(context):  # the context went on along the draft
             child = self._draft.child(node, context[read])
             if child is None or child not in self._slots:
@@ -85,16 +85,19 @@ class CachedLM(ABC):
             read, node = read + 1, child
         if 0 in rows and read == len(context):  # the row behind the last token must be computed
             read -= 1
-            slots.pop()
+            start = min(start, read)
+            slots = slots[: read - start]
         kept: dict[int, int] = {}
         if read == len(context) >= len(self._context):  # else the old tree hangs from a place further on
             was = {-1: node}
             for new, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
                 old = self._draft.child(was[parent], token) if parent in was else None
                 if old is not None and old in self._slots and new + 1 not in rows:
-                    was[new], kept[new] = old, len(slots)
+                    was[new], kept[new] = old, start + len(slots)
                     slots.append(self._slots[old])
-        self.keep(slots)
+        while slots and slots[0] == start:  # these lie where they belong
+            start, slots = start + 1, slots[1:]
+        self.keep(start, slots)
         self._context, self._draft, self._slots = context[:read], draft, kept
         return read
 

@@ -89,12 +89,11 @@ class Cache:
         held[0, :, start : self.length], held[1, :, start : self.length] = keys.transpose(0, 1), values.transpose(0, 1)
         return held[0], held[1]
 
-    def keep(self, slots: list[int]) -> None:
-        """Keeps these slots, in this order, as the first ones."""
-        start = next((i for i, slot in enumerate(slots) if slot != i), len(slots))
-        self.length = len(slots)
-        if moved := slots[start:]:
-            index = torch.tensor(moved, device=self._buffer.device)
+    def keep(self, start: int, slots: list[int]) -> None:
+        """See `CachedLM.keep`."""
+        self.length = start + len(slots)
+        if slots:
+            index = torch.tensor(slots, device=self._buffer.device)
             self._buffer[..., start : self.length, :] = self._buffer[..., index, :]
 
 
@@ -214,8 +213,8 @@ class LeanLM(CachedLM):
             x = layer(x, shared)
         return self._head(self._norm(x[places]))
 
-    def keep(self, slots: list[int]) -> None:
-        self._cache.keep(slots)
+    def keep(self, start: int, slots: list[int]) -> None:
+        self._cache.keep(start, slots)
 
     def _pass(self, positions: list[int], hidden: Tensor | None) -> Pass:
         held, new = self._cache.length, len(positions)

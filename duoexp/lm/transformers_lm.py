@@ -30,5 +30,5 @@ class TransformersLM(CachedLM):
         )
         return output.logits[0, :, : self.vocabulary]
 
-    def keep(self, slots: list[int]) -> None:
-        self._cache.keep(slots)
+    def keep(self, start: int, slots: list[int]) -> None:
+        self._cache.keep(start, slots)
