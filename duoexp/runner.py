@@ -229,6 +229,9 @@ def prepare(cfg: DictConfig, profiles: Path) -> Plan:
     if isinstance(drafter, Peer):
         _check_peer(config, drafter)
     target = describe(config.model.target, resolve(config.model.target), config.model.trust_remote_code)
+    if (tokens := budget_of(config.draft.budget).tokens) >= target.context:
+        raise InputError(f"draft.budget={tokens} has no room in the target's context of {target.context}; give less")
+    drafter.prepare(target)
     draft, notes = None, [*hardware.notes]
     if (tokens := config.task.prompt_tokens) is not None:
         encode = partial(templates.encode, target.tokenizer, config.model.template)
@@ -238,10 +241,9 @@ def prepare(cfg: DictConfig, profiles: Path) -> Plan:
         checkpoint = resolve(config.model.draft, target.checkpoint)
         draft = describe(config.model.draft, checkpoint, config.model.trust_remote_code, target)
         _check_vocabulary(config, target, draft, notes)
-        contexts = [each.config.get_text_config(decoder=True).max_position_embeddings for each in (draft, target)]
-        if contexts[0] < contexts[1]:
+        if draft.context < target.context:
             notes.append(
-                f"beyond {contexts[0]} tokens, its context, the draft is silent; the target's is {contexts[1]}"
+                f"beyond {draft.context} tokens, its context, the draft is silent; the target's is {target.context}"
             )
         if checkpoint.layers is not None:
             notes.append(f"the draft is a stand-in: the first {checkpoint.layers} layers of the target, untrained")
@@ -256,13 +258,12 @@ def prepare(cfg: DictConfig, profiles: Path) -> Plan:
 
 def _setting(config: Config, hardware: Hardware, drafter: Drafter | Peer, models: Sequence[Model]) -> Setting:
     overlapped = config.draft.schedule == "overlapped"
-    context_size = min(model.config.get_text_config(decoder=True).max_position_embeddings for model in models)
     setting = Setting(
         config=budget_of(config.draft.budget),
         policy=getattr(drafter, "policy", None),
         overlapped=overlapped,
         beside=overlapped and hardware.worker == "process",
-        context_size=context_size,
+        context_size=min(model.context for model in models),
     )
     setting.check()
     return setting

@@ -115,5 +115,31 @@ class Draft:
         return torch.nn.functional.one_hot(torch.tensor(self.tokens, dtype=torch.long), width).float()
 
 
+class Trie:
+    """A draft made of sequences, in which equal beginnings share their nodes; of at most `limit` nodes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def add(self, tokens: Sequence[int]) -> int | None:
+        """The node at the end of `tokens`, followed from the root; None, and nothing added, if there is no room."""
+        node, kept = -1, 0
+        while kept < len(tokens) and (node, tokens[kept]) in self._nodes:
+            node, kept = self._nodes[node, tokens[kept]], kept + 1
+        if len(self) + len(tokens) - kept > self._limit:
+            return None
+        for token in tokens[kept:]:
+            node = self._nodes.setdefault((node, token), len(self._nodes))
+        return node
+
+    @property
+    def draft(self) -> Draft:
+        return Draft(tuple(token for _, token in self._nodes), tuple(parent for parent, _ in self._nodes))
+
+
 def _restored(tokens: tuple[int, ...], parents: tuple[int, ...], probs: Any) -> Draft:
     return Draft(tokens, parents, None if probs is None else torch.from_numpy(probs))

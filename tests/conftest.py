@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Random models are written once, and not into the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DUOEXP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr("duoexp.drafters.rest.own_datastore", own_datastore)
         yield
 
 
@@ -142,6 +144,36 @@ def autoregressive() -> Any:
     from duoexp.worker import Inline
 
     return Method(serial, Inline(Drafter(), 259), match, Fixed(0))
+
+
+class Ids:
+    """A tokenizer as a datastore needs it, of texts that are ids already."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.eos_token_id, self.convert_ids_to_tokens = tokenizer.eos_token_id, tokenizer.convert_ids_to_tokens
+
+    def __len__(self) -> int:
+        return len(self.tokenizer)
+
+    def __call__(self, texts: Sequence[Any], **_: Any) -> Any:
+        return SimpleNamespace(input_ids=[list(text) for text in texts])
+
+
+def own_datastore(target: Any) -> Path:
+    """For draft=rest: what the tiny target says to the prompts of the tests, as no human text would help it."""
+    from duoexp.datastore import build
+    from duoexp.lm.disk_cache import made
+
+    def fill(folder: Path) -> None:
+        texts = [
+            [*prompt, *engine(limit=60, temperature=temperature).decode(autoregressive(), prompt).ids]
+            for prompt in (prompt_of(16), ECHO_PROMPT)
+            for temperature in TEMPERATURES
+        ]
+        build(folder, texts, Ids(target.tokenizer), "the tests")  # type: ignore[arg-type]
+
+    return made("datastore-of-the-tests", fill)
 
 
 _EXPECTED: dict[Any, Any] = {}

@@ -21,6 +21,7 @@ from duoexp.distill import __main__ as entry
 from duoexp.distill import data, divergence, export, files, hints, measure, recipe, settings, student
 from duoexp.lm import distilled, load, sources
 from duoexp.lm.copying import Copier, key
+from duoexp.lm.tokenizer import tokenizer_hash
 from duoexp.tree import Draft
 
 SMALL = (
@@ -75,7 +76,7 @@ def test_the_export_says_what_the_student_says(made: Path) -> None:
 def test_an_unrounded_export_is_exact(made: Path, tmp_path: Path) -> None:
     place, known = target(), copier(made)
     count = len(known.phrases.keys) if known.phrases else 0
-    about = distilled.About(distilled.tokenizer_hash(place.tokenizer), (0,), 200, None, known.seen.longest, count)
+    about = distilled.About(tokenizer_hash(place.tokenizer), (0,), 200, None, known.seen.longest, count)
     export.export(tmp_path, trained(made), known.phrases, place.config.to_dict(), about, "")
     for tokens in ([256, *range(60, 100)], [256, 60, 61, 62, 63, 60, 61, 62]):
         expected = said_in_memory(made, tokens)

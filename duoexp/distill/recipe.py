@@ -24,7 +24,8 @@ from duoexp.distill.train import Trainer
 from duoexp.distill.whole import Whole
 from duoexp.lm import load, sources
 from duoexp.lm.copying import Copier
-from duoexp.lm.distilled import About, tokenizer_hash
+from duoexp.lm.distilled import About
+from duoexp.lm.tokenizer import tokenizer_hash
 from duoexp.tracking import Tracker
 
 FIT_TOKENS = 24_000  # of text, that the untrained student is fitted on

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from duoexp.lm.causal_lm import CausalLM
+from duoexp.lm.load import Model
 from duoexp.sampling import Sampler
 from duoexp.tree import Draft
 from duoexp.verify import Verdict
@@ -13,6 +14,9 @@ class Drafter:
 
     needs_model = False
     observes = False  # whether `observe` is to be called
+
+    def prepare(self, target: Model) -> None:
+        """Called once, before any weights are read. Raises InputError for a target that it cannot draft for."""
 
     def start(self, load: Callable[[], CausalLM] | None, sampler: Sampler, sampled: bool) -> None:
         """Called once, in the process where the drafter runs. `load` loads the draft model, for one that needs it.

@@ -7,6 +7,7 @@ from duoexp.drafters.base import Drafter
 from duoexp.drafters.model import ModelDrafter
 from duoexp.drafters.prompt_lookup import PromptLookup
 from duoexp.lm.causal_lm import CausalLM
+from duoexp.lm.load import Model
 from duoexp.policy import Policy
 from duoexp.sampling import Sampler
 from duoexp.tree import Draft
@@ -25,6 +26,10 @@ class Hybrid(Drafter):
             raise InputError(f"draft.drafter.model_budget={model_budget!r} is no number of tokens; give 0 or more")
         self.lookup, self.model = PromptLookup(max_ngram, min_ngram), ModelDrafter(policy)
         self.model_budget, self.observes = model_budget, self.model.observes
+
+    def prepare(self, target: Model) -> None:
+        self.lookup.prepare(target)
+        self.model.prepare(target)
 
     def start(self, load: Callable[[], CausalLM] | None, sampler: Sampler, sampled: bool) -> None:
         self.model.start(load, sampler, sampled)

@@ -1,7 +1,6 @@
 """A distilled draft: the folder that it ships in -> a model, with the embedding and the head's rows of its target."""
 
 import copy
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from transformers import (
 from duoexp.config import InputError
 from duoexp.lm.copying import Copier, CopyingLM, Phrases
 from duoexp.lm.lean import LeanLM
+from duoexp.lm.tokenizer import tokenizer_hash
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 SCALE = ".scale"  # beside an int8 matrix
@@ -39,12 +39,6 @@ class About:
     bits: int | None
     match: int  # tokens of the longest match in the context that it copies behind; 0: none
     phrases: int  # how many it holds
-
-
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of all tokens in the order of their ids. Equal only if an id means the same to both."""
-    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
 def is_draft(folder: Path) -> bool:

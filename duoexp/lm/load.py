@@ -44,6 +44,11 @@ class Model:
         return self.config.get_text_config(decoder=True).vocab_size
 
     @property
+    def context(self) -> int:
+        """Tokens that it can look at."""
+        return self.config.get_text_config(decoder=True).max_position_embeddings
+
+    @property
     def tokens(self) -> int:
         return min(self.rows, len(self.tokenizer))
 
