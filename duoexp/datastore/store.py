@@ -64,7 +64,7 @@ class Datastore:
             else:
                 high = middle - 1
         if not found:
-            return np.empty((0, length), np.int64)
+            return np.empty((0, length), np.int32)
         step = max(1.0, sum(len(each.suffixes) for each in found) / most)
         rows = np.concatenate([each.following(low, step, length) for each in found])[:most]
         return rows if len(found) == 1 else rows[np.lexsort(rows.T[::-1])]
@@ -98,9 +98,10 @@ class _Hits:
     def following(self, words: int, step: float, length: int) -> NDArray:
         """[every step-th hit, length]: the tokens behind the first `words`, -1 beyond the end."""
         taken = np.arange(0, len(self.suffixes), step).astype(np.int64)
-        places = self.suffixes[taken].astype(np.int64)[:, None] + words + np.arange(length)
-        end = len(self.tokens)
-        return np.where(places < end, self.tokens[np.minimum(places, end - 1)].astype(np.int64), -1)
+        places = (self.suffixes[taken] + np.int64(words))[:, None] + np.arange(length)
+        rows = self.tokens.take(places, mode="clip").astype(np.int32)
+        rows[places >= len(self.tokens)] = -1
+        return rows
 
 
 def build(

@@ -62,27 +62,35 @@ def heaviest(rows: NDArray, count: int) -> Draft:
     """The `count` nodes of the trie of `rows` that lie on the most rows, the heavier first among siblings.
 
     rows [sequences, length] in lexicographic order, each ended by -1 where it is shorter. No node weighs more than its
-    parent, and of equal ones the parent goes first, so what is chosen is a tree.
+    parent, and of equal ones the parent goes first, so what is chosen is a tree. So too, below a node that is not among
+    the heaviest of its own level none is, and its rows need not be looked at again: most are gone after a level or two.
     """
-    if not len(rows):
-        return Draft()
-    differs = np.ones(rows.shape, bool)  # a node begins where a row differs from the one before, there or further up
-    differs[1:] = np.logical_or.accumulate(rows[1:] != rows[:-1], axis=1)
-    level, first = np.nonzero(differs.T)
-    last = np.append(first[1:], 0)
-    weight = np.where(last > first, last, len(rows)) - first
-    level, first, weight = (each[rows[first, level] >= 0] for each in (level, first, weight))
-    rank = weight * rows.shape[1] - level
-    chosen = np.argpartition(-rank, count - 1)[:count] if count < len(rank) else np.arange(len(rank))
-    chosen = chosen[np.lexsort((first[chosen], -weight[chosen], level[chosen]))]
-    begun = np.maximum.accumulate(np.where(differs, np.arange(len(rows))[:, None], 0), axis=0)  # each row's node
-    nodes: dict[tuple[int, int], int] = {}
-    tokens, parents = list[int](), list[int]()
-    for depth, row in zip(level[chosen].tolist(), first[chosen].tolist(), strict=True):
-        parents.append(nodes[depth - 1, int(begun[row, depth - 1])] if depth else -1)
-        nodes[depth, row] = len(tokens)
-        tokens.append(int(rows[row, depth]))
-    return Draft(tuple(tokens), tuple(parents))
+    tokens, parents, weights = list[int](), list[int](), list[int]()
+    alive, above = np.arange(len(rows)), np.full(len(rows), -1)  # rows, and the node of each a level further up
+    for column in rows.T:
+        words = column[alive]
+        differs = (words[1:] != words[:-1]) | (above[1:] != above[:-1])
+        starts = np.flatnonzero(np.append(len(alive) > 0, differs))
+        weight = np.where(words[starts] >= 0, np.diff(starts, append=len(alive)), 0)
+        kept = np.argsort(-weight, kind="stable")[:count]
+        kept = kept[weight[kept] > _least(weights, count)]
+        if not len(kept):
+            break
+        names = np.full(len(starts), -1)
+        names[kept] = np.arange(len(tokens), len(tokens) + len(kept))
+        tokens += words[starts[kept]].tolist()
+        parents += above[starts[kept]].tolist()
+        weights += weight[kept].tolist()
+        above = np.repeat(names, np.diff(starts, append=len(alive)))
+        alive, above = alive[above >= 0], above[above >= 0]
+    chosen = sorted(np.argsort(-np.array(weights, int), kind="stable")[:count].tolist())
+    places = {-1: -1} | {node: place for place, node in enumerate(chosen)}
+    return Draft(tuple(tokens[node] for node in chosen), tuple(places[parents[node]] for node in chosen))
+
+
+def _least(weights: list[int], count: int) -> int:
+    """What a node must weigh more than, to be among the `count` heaviest when these are there already."""
+    return sorted(weights, reverse=True)[count - 1] if len(weights) >= count else 0
 
 
 def own_datastore(target: Model) -> Path:
