@@ -85,6 +85,8 @@ class DraftConfig:
     schedule: str = "serial"
     budget: Any = MISSING  # what `budget_of` reads: a BudgetConfig, or its number or kind alone
     rule: str = "match"
+    pre_verify: bool = True  # of the overlapped schedule
+    post_verify: bool = True
 
 
 @dataclass
@@ -183,6 +185,8 @@ def check(config: Config) -> None:
     _within("profile.contexts", contexts, all(each > MOST_TOKENS for each in contexts), f"above {MOST_TOKENS}")
     _within("profile.repeats", config.profile.repeats, config.profile.repeats >= 1, "1 or more")
     _within("draft.schedule", draft.schedule, draft.schedule in SCHEDULES, _either(SCHEDULES))
+    for key, on in (("pre_verify", draft.pre_verify), ("post_verify", draft.post_verify)):
+        _within(f"draft.{key}", on, on or draft.schedule == "overlapped", "true, but with draft.schedule=overlapped")
     _within("draft.rule", draft.rule, draft.rule in RULES, _either(RULES))
     _within("model.template", config.model.template, config.model.template in TEMPLATES, _either(TEMPLATES))
     _within("model.engine", config.model.engine, config.model.engine in ENGINES, _either(ENGINES))

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from duoexp import decodings, machine, tasks, templates, terminal
 from duoexp.baseline import Baseline, Cached, Paired
 from duoexp.budget import Budget, Fixed
-from duoexp.config import Config, InputError, budget_of, check, check_keys
+from duoexp.config import Config, DraftConfig, InputError, budget_of, check, check_keys
 from duoexp.drafters import Drafter
 from duoexp.engine import Engine, Method
 from duoexp.errors import sentence
@@ -33,7 +33,7 @@ from duoexp.profile import Profile, key_of, measure
 from duoexp.record import Record, digest, new_folder, runs, same_folder
 from duoexp.resume import resumed
 from duoexp.sampling import Sampler
-from duoexp.schedule import SCHEDULES, serial
+from duoexp.schedule import SCHEDULES, Schedule, overlapped, serial
 from duoexp.session import Session
 from duoexp.summary import Answer, Results, summarize
 from duoexp.tasks import WARMUP, Prompt
@@ -376,6 +376,12 @@ def _budget(plan: Plan, target: CausalLM, worker: Worker, results: Results) -> B
     budget = setting.budget(profile)
     results.budget = setting.about(budget)
     return budget
+
+
+def schedule_of(draft: DraftConfig) -> Schedule:
+    if draft.pre_verify and draft.post_verify:
+        return SCHEDULES[draft.schedule]
+    return partial(overlapped, pre_verify=draft.pre_verify, post_verify=draft.post_verify)
 
 
 def warm_up(engine: Engine, methods: Sequence[Method], source: str) -> None:

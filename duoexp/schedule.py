@@ -65,16 +65,29 @@ def serial(
 
 
 def overlapped(
-    target: CausalLM, worker: Worker, rule: Rule, sampler: Sampler, prompt: Sequence[int], budget: Budget, stop: Stop
+    target: CausalLM,
+    worker: Worker,
+    rule: Rule,
+    sampler: Sampler,
+    prompt: Sequence[int],
+    budget: Budget,
+    stop: Stop,
+    pre_verify: bool = True,
+    post_verify: bool = True,
 ) -> Iterator[Round]:
     """Draft and verify at the same time (PEARL 2408.11850; DuoDecoding 2503.00784).
 
     While the target verifies `pending`, the drafter runs ahead of it; the target's own token then selects the sequence
     that begins with it. After a rejection nothing that was drafted ahead can be of use, so nothing is waited for.
+
+    PEARL's two halves, each of which its ablation leaves out. pre_verify: where nothing is pending, the target decides
+    the next token while a draft that begins with it is made; without it, the draft is made first and verified whole.
+    post_verify: the drafter runs ahead of a draft under verification; without it, it waits for the verdict.
     """
     context, pending, arrival = list(prompt), Draft(), _Arrival()
     while True:
-        size = budget.choose(len(pending), stop.left - 1 - len(pending))
+        ahead_now = post_verify if pending else pre_verify
+        size = budget.choose(len(pending), stop.left - 1 - len(pending)) if ahead_now else Size(0, "ablated")
         worker.ask(context, pending, size.tokens, stop.left - 1, size.sequences)
         start = time.perf_counter()
         logits = target.logits(context, pending)
@@ -88,6 +101,11 @@ def overlapped(
         arrival = _arrival(ahead, pending, verdict, time.perf_counter() - start)
         worker.observe(pending, verdict, logits)
         pending = ahead.after(verdict.tokens)
+        if not pending and not pre_verify:
+            size = budget.choose(0, stop.left - 1)
+            worker.ask(context, pending, size.tokens, stop.left - 1, size.sequences)
+            pending = worker.answer()
+            arrival = _Arrival(sequences=len(pending.leaves()), wait_s=time.perf_counter() - start)
 
 
 SCHEDULES: dict[str, Schedule] = {"serial": serial, "overlapped": overlapped}

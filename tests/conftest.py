@@ -100,15 +100,14 @@ def target_of(*overrides: str) -> Any:
 def inline(*overrides: str, **sampling: Any) -> Any:
     """The method of such a config, its drafter started in this process. sampling: a cheap way to change it."""
     from duoexp.engine import Method
-    from duoexp.runner import worker_of
+    from duoexp.runner import schedule_of, worker_of
     from duoexp.sampling import Sampler
-    from duoexp.schedule import SCHEDULES
     from duoexp.verify import RULES
 
     plan = planned(*overrides)
     draft = plan.config.draft
     worker = worker_of(replace(plan, drafter=deepcopy(plan.drafter), sampler=Sampler(**sampling)))
-    return Method(SCHEDULES[draft.schedule], worker, RULES[draft.rule], fixed(draft.budget))
+    return Method(schedule_of(draft), worker, RULES[draft.rule], fixed(draft.budget))
 
 
 def fixed(budget: Any, otherwise: int = 4) -> Any:

@@ -9,6 +9,7 @@ import torch
 from conftest import ECHO_PROMPT, engine, inline, prompt_of, target_of
 from torch import Tensor
 
+from duoexp.budget import Fixed
 from duoexp.drafters import Lookahead
 from duoexp.metrics import block_efficiency
 from duoexp.sampling import Sampler
@@ -31,7 +32,7 @@ class Decimal:
 
 def decoded(drafter: Lookahead, tokens: int, budget: int = 55) -> list[Round]:
     worker, stop = Inline(drafter, 10), Stop(frozenset(), tokens)
-    return list(SCHEDULES["serial"](Decimal(), worker, match, Sampler(), [3, 1, 4], budget, stop))
+    return list(SCHEDULES["serial"](Decimal(), worker, match, Sampler(), [3, 1, 4], Fixed(budget), stop))
 
 
 def test_the_window_is_a_path_with_deeper_guesses_below_it() -> None:
