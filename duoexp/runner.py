@@ -229,8 +229,8 @@ def prepare(cfg: DictConfig, profiles: Path) -> Plan:
     if isinstance(drafter, Peer):
         _check_peer(config, drafter)
     target = describe(config.model.target, resolve(config.model.target), config.model.trust_remote_code)
-    if (tokens := budget_of(config.draft.budget).tokens) >= target.context:
-        raise InputError(f"draft.budget={tokens} has no room in the target's context of {target.context}; give less")
+    if (nodes := budget_of(config.draft.budget).tokens) >= target.context:
+        raise InputError(f"draft.budget={nodes} has no room in the target's context of {target.context}; give less")
     drafter.prepare(target)
     draft, notes = None, [*hardware.notes]
     if (tokens := config.task.prompt_tokens) is not None:
