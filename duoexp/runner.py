@@ -231,7 +231,8 @@ def prepare(cfg: DictConfig, profiles: Path) -> Plan:
     target = describe(config.model.target, resolve(config.model.target), config.model.trust_remote_code)
     if (nodes := budget_of(config.draft.budget).tokens) >= target.context:
         raise InputError(f"draft.budget={nodes} has no room in the target's context of {target.context}; give less")
-    drafter.prepare(target)
+    if isinstance(drafter, Drafter):
+        drafter.prepare(target)
     draft, notes = None, [*hardware.notes]
     if (tokens := config.task.prompt_tokens) is not None:
         encode = partial(templates.encode, target.tokenizer, config.model.template)
@@ -356,7 +357,7 @@ def method_of(
     draft, peer = plan.config.draft, plan.drafter
     if not isinstance(peer, Peer):
         budget = _budget(plan, target, worker, results)
-        yield Method(SCHEDULES[draft.schedule], worker, RULES[draft.rule], budget)
+        yield Method(schedule_of(draft), worker, RULES[draft.rule], budget)
         return
     try:
         peer.start(plan.target, plan.draft, plan.hardware, place, stock)
