@@ -17,6 +17,7 @@ WORKERS = ("inline", "process")
 TEMPLATES = ("auto", "chat", "plain", "vicuna")
 ENGINES = ("auto", "lean", "transformers")
 VOCABULARY = ("strict", "warn", "off")
+VIEWS = ("plain", "live")
 BUDGETS = ("fixed", "measured", "deadline", "optimal")
 BASELINES = ("paired", "cached")
 ON_ERROR = ("continue", "stop")
@@ -159,6 +160,7 @@ class Config:
     tracker: TrackerConfig = MISSING
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    view: str = "plain"  # what a terminal shows of an answer: VIEWS
     repeats: int = 1  # of every prompt, each with models loaded anew and a seed of its own
     baseline: str = "paired"  # or "cached": BASELINES
     resume: bool = False  # go on with what the same config left in output_dir, as each job of a sweep does
@@ -184,6 +186,7 @@ def check(config: Config) -> None:
     contexts = config.profile.contexts
     _within("profile.contexts", contexts, all(each > MOST_TOKENS for each in contexts), f"above {MOST_TOKENS}")
     _within("profile.repeats", config.profile.repeats, config.profile.repeats >= 1, "1 or more")
+    _within("view", config.view, config.view in VIEWS, _either(VIEWS))
     _within("draft.schedule", draft.schedule, draft.schedule in SCHEDULES, _either(SCHEDULES))
     for key, on in (("pre_verify", draft.pre_verify), ("post_verify", draft.post_verify)):
         _within(f"draft.{key}", on, on or draft.schedule == "overlapped", "true, but with draft.schedule=overlapped")

@@ -1,7 +1,7 @@
 """One prompt, one method, one answer: the target and what all methods share."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -12,7 +12,7 @@ from duoexp.config import InputError, SamplingConfig
 from duoexp.lm.causal_lm import CausalLM
 from duoexp.metrics import Decoding
 from duoexp.sampling import Sampler
-from duoexp.schedule import Schedule, Stop
+from duoexp.schedule import Round, Schedule, Stop
 from duoexp.tasks import Prompt
 from duoexp.verify import Rule
 from duoexp.worker import Worker
@@ -26,6 +26,42 @@ class Method:
     worker: Worker
     rule: Rule
     budget: Budget
+    name: str = ""
+
+
+class Pieces:
+    """Spells ids one by one, as they come."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self._before: list[int] = []  # decoded with what follows, since some ids change the spelling of the one before
+        self._open: list[int] = []  # within a character
+
+    def add(self, token: int) -> str:
+        """The text that it adds; "" where it ends within a character, which the id that completes it adds."""
+        self._open.append(token)
+        before, after = self._text(self._before), self._text(self._before + self._open)
+        if after.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._before, self._open = self._open, []
+        return after[len(before) :]
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def by_writer(pieces: Iterable[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Text, and whether the draft model wrote it: neighbours of one writer become one piece.
+
+    A character that takes several ids is its last one's.
+    """
+    found: list[tuple[str, bool]] = []
+    for piece, drafted in pieces:
+        if found and found[-1][1] == drafted:
+            found[-1] = (found[-1][0] + piece, drafted)
+        elif piece:
+            found.append((piece, drafted))
+    return found
 
 
 @dataclass(frozen=True)
@@ -51,6 +87,18 @@ class Engine:
 
     def decode(self, method: Method, prompt: Sequence[int], limit: int | None = None) -> Decoding:
         """The answer to `prompt`, of at most `limit` tokens, from an empty cache."""
+        rounds = self.rounds(method, prompt, limit)
+        while True:
+            try:
+                next(rounds)
+            except StopIteration as end:
+                decoding: Decoding = end.value
+                return decoding
+
+    def rounds(
+        self, method: Method, prompt: Sequence[int], limit: int | None = None
+    ) -> Generator[Round, None, Decoding]:
+        """The same, round by round; the answer's time goes on while a round is looked at."""
         self.target.clear()
         room = self.target.context_size - len(prompt)
         stop = Stop(self.eos, min(limit or self.settings.max_new_tokens, room), self._ends())
@@ -58,6 +106,7 @@ class Engine:
         for each in method.schedule(self.target, method.worker, method.rule, self.sampler, prompt, method.budget, stop):
             rounds.append(each)
             method.budget.observe(each)
+            yield each
         end_s = time.perf_counter()
         rest = method.worker.rest()  # idle from here on, so that it takes nothing from what is timed next
         return Decoding(
@@ -78,18 +127,9 @@ class Engine:
         return text[: min(found)] if found else text
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text that each id adds; "" for one that ends within a character, which the id that completes it adds."""
-        found: list[str] = []
-        start, shown = 0, 0  # ids from `start` are decoded together, since some change the spelling of the one before
-        for end in range(1, len(ids) + 1):
-            before, after = (
-                str(self.tokenizer.decode(list(ids[start:at]), skip_special_tokens=True)) for at in (shown, end)
-            )
-            whole = not after.endswith("\N{REPLACEMENT CHARACTER}")
-            found.append(after[len(before) :] if whole else "")
-            if whole:
-                start, shown = shown, end
-        return found
+        """The text that each id adds."""
+        pieces = Pieces(self.tokenizer)
+        return [pieces.add(token) for token in ids]
 
     def _ends(self) -> Callable[[list[int]], bool] | None:
         if not self.settings.stop:

@@ -23,6 +23,7 @@ from duoexp.engine import Engine, Method
 from duoexp.errors import sentence
 from duoexp.fit import Setting
 from duoexp.hardware import Hardware, Place, decide, placed
+from duoexp.live import Watched
 from duoexp.lm.causal_lm import CausalLM
 from duoexp.lm.load import Model, check_vocabulary, describe, eos_ids, load
 from duoexp.lm.sources import files, resolve
@@ -141,13 +142,13 @@ def run(cfg: DictConfig, profiles: Path) -> dict[str, Any]:
             record.close()
             return summary_of(record.folder)
         results.answers += resumed(record, plan.prompts, description)
-    about, shown = plan.about(len(results.answers)), terminal.console()
+    about, shown, live = plan.about(len(results.answers)), terminal.console(), plan.config.view == "live"
     try:
         record.write("machine.json", description)
         plan.tracker.start(record.folder, plan.config.name, about["method"], plan.resolved | {"machine": description})
         for step, answer in enumerate(results.answers, start=1):  # the tracker of an earlier process ended with it
             plan.tracker.log(_figures(answer.pair), step)
-        with terminal.Progress(shown, len(plan.prompts) * plan.config.repeats) as progress:
+        with terminal.Progress(shown, len(plan.prompts) * plan.config.repeats, bar=not live) as progress:
             for repeat in range(plan.config.repeats):
                 _repeat(plan, repeat, record, results, description, progress)
         status = "finished"
@@ -163,7 +164,7 @@ def run(cfg: DictConfig, profiles: Path) -> dict[str, Any]:
         record.write("summary.json", summary)
         plan.tracker.finish(summary, 0 if status == "finished" and not _fault(summary) else 1)
         record.close()
-    terminal.show(shown, summary, results, str(record.folder))
+    terminal.show(shown, summary, results, str(record.folder), answers=not live)
     if fault := _fault(summary):
         raise RunFailed(fault)
     return summary
@@ -250,6 +251,8 @@ def prepare(cfg: DictConfig, profiles: Path) -> Plan:
             notes.append(f"the draft is a stand-in: the first {checkpoint.layers} layers of the target, untrained")
     if isinstance(drafter, Peer):
         notes.append(drafter.note(target, draft))
+    if config.view == "live":
+        notes.append("view=live draws while it measures, which takes time: quote no figure of this run")
     templates.resolve(target.tokenizer, config.model.template)
     setting = _setting(config, hardware, drafter, [each for each in (target, draft) if each is not None])
     tracker, s = instantiate(config.tracker.tracker), config.sampling
@@ -333,9 +336,11 @@ def ready(plan: Plan, results: Results) -> Iterator[tuple[Engine, Method, Method
     machine.reset_peak_memory()
     with loaded(plan) as (target, worker):
         engine = engine_of(plan, target)
-        baseline = Method(serial, Inline(Drafter(), plan.target.tokens), match, Fixed(0))
+        baseline = Method(serial, Inline(Drafter(), plan.target.tokens), match, Fixed(0), "autoregressive")
         with method_of(plan, target, worker, place_of(plan), Stock(), results) as method:
             warm_up(engine, (baseline, method), plan.target.source)
+            if plan.config.view == "live":
+                engine = Watched(**vars(engine), console=terminal.console())
             setup = Setup(worker.pid)
             yield engine, baseline, method
             results.changes += setup.changes()
@@ -357,11 +362,11 @@ def method_of(
     draft, peer = plan.config.draft, plan.drafter
     if not isinstance(peer, Peer):
         budget = _budget(plan, target, worker, results)
-        yield Method(schedule_of(draft), worker, RULES[draft.rule], budget)
+        yield Method(schedule_of(draft), worker, RULES[draft.rule], budget, draft.name)
         return
     try:
         peer.start(plan.target, plan.draft, plan.hardware, place, stock)
-        yield Method(peer.schedule, worker, match, Fixed(0))
+        yield Method(peer.schedule, worker, match, Fixed(0), draft.name)
     finally:
         peer.close()
 

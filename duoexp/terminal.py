@@ -22,12 +22,12 @@ def console() -> Console:
 
 
 class Progress:
-    """Tokens per second and speedup so far: a bar on a terminal, a line a prompt elsewhere."""
+    """Tokens per second and speedup so far: a bar on a terminal, a line a prompt elsewhere, and beside a live view."""
 
-    def __init__(self, shown: Console, prompts: int) -> None:
+    def __init__(self, shown: Console, prompts: int, bar: bool = True) -> None:
         self.shown, self.prompts, self.done = shown, prompts, 0
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.bar = Bar(*columns, console=shown, transient=True) if shown.is_terminal else None
+        self.bar = Bar(*columns, console=shown, transient=True) if bar and shown.is_terminal else None
         self.task = self.bar.add_task("decoding", total=prompts) if self.bar else None
 
     def __enter__(self) -> "Progress":
@@ -132,9 +132,10 @@ def verdict(summary: dict[str, Any]) -> str:
     return f"identity: true, {equal} of {summary['answers']} answers equal the target's own token for token{ties}"
 
 
-def show(shown: Console, summary: dict[str, Any], results: Results, folder: str) -> None:
+def show(shown: Console, summary: dict[str, Any], results: Results, folder: str, answers: bool = True) -> None:
+    """answers: whether those to prompts of the user's own are still to be shown."""
     pairs = results.pairs()
-    for answer in results.answers:
+    for answer in results.answers if answers else ():
         if answer.prompt.kind == "prompt":  # a text of the user's own, who will want to read the answer
             shown.print(answer.text, markup=False)
     for disturbance in summary["disturbed"]:

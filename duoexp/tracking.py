@@ -97,12 +97,12 @@ class Wandb:
             for each in earlier:  # all that it says is said anew, and one run would be sent twice
                 if each.parent.name.startswith("offline-"):
                     shutil.rmtree(each.parent)
-            with _spared("the config"):
+            with spared("the config"):
                 self._run.config.update(_hidden(self._run.config, config))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         if self._run is not None:
-            with _spared("a step"):
+            with spared("a step"):
                 # Under names of their own: W&B lets the last of a series stand for the figure of the run.
                 self._run.log({f"prompt/{name}": value for name, value in metrics.items()}, step=step)
 
@@ -112,13 +112,13 @@ class Wandb:
         if run is None:
             return
         with _environment(WANDB_DATA_DIR=run.dir, WANDB_CACHE_DIR=run.dir):  # not in a home that may be read-only
-            with _spared("the pictures and texts"):
+            with spared("the pictures and texts"):
                 media = _media(self._folder)
                 _bounded("the pictures and texts", partial(run.log, media))
-            with _spared("the summary"):
+            with spared("the summary"):
                 run.summary.update(summary)
             _bounded("the files", partial(_keep_files, run, self._folder))
-            with _spared("the end of the run"):
+            with spared("the end of the run"):
                 run.finish(exit_code=INTERRUPTED if summary.get("status") == "interrupted" else exit_code)
 
 
@@ -228,20 +228,20 @@ def _settings(mode: str) -> dict[str, Any]:
 def _bounded(what: str, action: Callable[[], object]) -> None:
     """Some of W&B's calls ask its server, and wait for it as long as they like: here EXTRAS_S at most, all together."""
 
-    def spared() -> None:
-        with _spared(what):
+    def tried() -> None:
+        with spared(what):
             action()
 
-    thread = threading.Thread(target=spared, daemon=True)
+    thread = threading.Thread(target=tried, daemon=True)
     thread.start()
     thread.join(EXTRAS_S / 2)
     if thread.is_alive():
-        log.warning("W&B did not take %s in %g s; the run goes on", what, EXTRAS_S / 2)
+        log.warning("the tracker did not take %s in %g s; the run goes on", what, EXTRAS_S / 2)
 
 
 @contextmanager
-def _spared(what: str) -> Iterator[None]:
-    """Turns whatever W&B raises into a warning: the results are in the run's own files, and worth more."""
+def spared(what: str) -> Iterator[None]:
+    """Turns whatever a tracker raises into a warning: the results are in the run's own files, and worth more."""
     try:
         yield
     except Exception as error:
@@ -250,7 +250,7 @@ def _spared(what: str) -> Iterator[None]:
 
 def _warn(what: str, error: Exception) -> None:
     cause = " ".join(str(error).split()) or "no message"
-    log.warning("W&B did not take %s (%s: %s); the run goes on", what, type(error).__name__, cause)
+    log.warning("the tracker did not take %s (%s: %s); the run goes on", what, type(error).__name__, cause)
 
 
 def masked(config: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -22,12 +23,15 @@ from omegaconf import OmegaConf
 from test_report import made
 from wandb_service import KEY, Service, records
 
-from duoexp import tracking
+from duoexp import dashboard, tracking
 from duoexp.config import InputError
 from duoexp.hardware import Place, placed
+from duoexp.local_tracking import Trackio
+from duoexp.summary import FIGURES
 from duoexp.tracking import NoTracker, Wandb, masked
 
 CONF = Path(__file__).parents[1] / "conf" / "tracker"
+CONNECT_ANYWHERE = socket.socket.connect  # before the tests' own takes its place
 FONTS = matplotlib.get_configdir()  # to find them anew in every home takes seconds
 CLOSED = "http://127.0.0.1:9"  # nothing listens there: a machine without a network
 
@@ -65,7 +69,7 @@ def said(caplog):
 def test_yaml_says_what_it_is_and_makes_its_tracker(path, monkeypatch):
     assert path.read_text().startswith("# ")
     tracker = tracker_of(path.stem)
-    assert isinstance(tracker, NoTracker if path.stem == "none" else Wandb)
+    assert isinstance(tracker, {"none": NoTracker, "trackio": Trackio}.get(path.stem, Wandb))
     if isinstance(tracker, Wandb):
         assert (tracker.mode, tracker.project) == ("online" if path.stem == "wandb" else "offline", "duoexp")
         assert tracker.tags == ("tiny", "cpu", "dynamic", "prompt")
@@ -498,7 +502,7 @@ LAST = """
 import os, sys, time
 from pathlib import Path
 from duoexp.report import exhibits  # what a run has loaded anyway
-from duoexp import tracking
+from duoexp import dashboard, tracking
 from duoexp.tracking import Wandb
 tracking.EXTRAS_S = tracking.FINISH_S = 1.0
 tracker = Wandb(mode=sys.argv[2])
@@ -546,3 +550,108 @@ def ended(folder, mode, variables):
         [sys.executable, "-c", LAST, str(folder), mode], capture_output=True, text=True, env=environment, timeout=60
     )
     return done, time.time() - float(done.stdout)
+
+
+# W&B's sweeps, dashboard, and the dashboard of this machine
+
+
+def words(parameters):
+    """The command line that an agent makes of a sweep's parameters, as W&B's own code does."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
+
+    values = {
+        name: {"value": each.get("value", (each.get("values") or [each.get("min")])[-1])}
+        for name, each in parameters.items()
+    }
+    return create_sweep_command_args({"args": values})["args_no_hyphens"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((CONF.parents[1] / "sweeps" / "wandb").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_a_sweep_of_wandb_makes_commands_that_compose(path):
+    from wandb.sdk.launch.sweeps.utils import load_sweep_config
+
+    assert path.read_text().startswith("# ")
+    sweep = load_sweep_config(str(path))
+    assert sweep["command"][-1] == "${args_no_hyphens}" and sweep["metric"]["name"] in FIGURES
+    config = composed(*words(sweep["parameters"]))
+    assert config.tracker.name == "wandb" and config.name == f"wandb-{path.stem}"
+
+
+def test_values_reach_hydra_by_the_rule_that_the_sweep_files_give():
+    given = {"task.text": "one string", "sampling.stop": "[a,b]", "task.limit": "null", "resume": True}
+    given |= {"sampling.top_p": 1e-4, "name": "'a-b'", "task.split": "'a = b'"}
+    config = composed(*words({name: {"value": value} for name, value in given.items()}))
+    assert (config.task.text, list(config.sampling.stop), config.task.limit) == ("one string", ["a", "b"], None)
+    assert (config.resume, config.sampling.top_p, config.name, config.task.split) == (True, 1e-4, "a-b", "a = b")
+
+
+def test_dashboard_shows_what_runs_send(service, capsys, monkeypatch):
+    pytest.importorskip("wandb_workspaces")
+    monkeypatch.setattr(socket.socket, "connect", CONNECT_ANYWHERE)  # its client runs in this process
+    assert dashboard.main(["--project", "p"]) == 0
+    assert capsys.readouterr().out.startswith(f"{service.address}/e/p")
+    [saved] = service.of("UpsertView2")
+    assert (saved["projectName"], saved["entityName"], saved["displayName"]) == ("p", "e", "duoexp")
+    for key in ("acceptance_by_position_table", "timeline", "texts_in_colour", "prompt/speedup", "tau", "draft.value.name"):
+        assert key in saved["spec"]
+
+
+def test_dashboard_without_an_account_says_so(capsys, monkeypatch):
+    pytest.importorskip("wandb_workspaces")
+    assert dashboard.main([]) == 2
+    error = capsys.readouterr().err
+    assert (
+        error.startswith("error: the dashboard of project duoexp") and "wandb login" in error and error.count("\n") == 1
+    )
+
+
+def test_dashboard_without_its_package_names_the_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+    assert dashboard.main([]) == 2
+    assert "pip install 'duoexp[dashboard]'" in capsys.readouterr().err
+
+
+def test_trackio_keeps_a_run_on_this_machine(tmp_path, monkeypatch, capsys, said):
+    trackio = pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    for module in ("trackio.utils", "trackio.sqlite_storage"):
+        monkeypatch.setattr(f"{module}.TRACKIO_DIR", tmp_path / "data")
+    folder = made(tmp_path / "a")
+    tracker = Trackio("p")
+    tracker.start(folder, "a-sweep", "vanilla", {"draft": {"name": "vanilla"}, "key": "hunter2"})
+    tracker.log({"speedup": 2.0}, 1)
+    tracker.finish({"speedup": 1.5, "ttft_s": {"median": 0.1}, "status": "finished"}, 0)
+    rows = SQLiteStorage.get_logs("p", "a")
+    assert trackio and rows[0]["prompt/speedup"] == 2.0 and rows[1]["ttft_s.median"] == 0.1
+    assert {"timeline", "texts", "acceptance_by_position"} <= rows[-1].keys()
+    config = SQLiteStorage.get_run_config("p", "a")
+    assert config["key"] == "***" and config["draft"]["name"] == "vanilla" and config["_Group"] == "a-sweep"
+    assert capsys.readouterr() == ("", "") and not said()
+
+
+def test_trackio_without_its_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(InputError, match=r"pip install 'duoexp\[trackio\]'"):
+        Trackio()
+
+
+def test_ctrl_c_in_the_midst_of_a_run_is_told_to_the_service(tmp_path, service):
+    """As a terminal does it: every process of the group is interrupted, W&B's service too."""
+    words = ["model=tiny", "hardware=cpu", "tracker=wandb", "draft=vanilla", "task.limit=14", f"output_dir={tmp_path}"]
+    environment = os.environ | {"PYTHONPATH": str(CONF.parents[1]), "MPLCONFIGDIR": FONTS}
+    command = [sys.executable, "-m", "duoexp", *words]
+    run = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    assert run.stdout
+    while not list(tmp_path.glob("runs/*/*/prompts.jsonl")):
+        assert run.poll() is None
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)
+    told_s = time.monotonic()
+    run.communicate(timeout=60)
+    assert run.returncode == 130 and time.monotonic() - told_s < 10 + 10, "ten more for a machine that is busy"
+    assert list(service.exits.values()) == [255]
+    [folder] = tmp_path.glob("runs/*/*")
+    assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"

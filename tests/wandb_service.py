@@ -67,6 +67,10 @@ class Service:
             return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": files}}
         if name == "Viewer":
             return {"viewer": {"id": "u", "entity": "e", "username": "u", "flags": "{}", "teams": {"edges": []}}}
+        if name == "GetDefaultEntity":
+            return {"viewer": {"id": "u", "entity": "e"}}
+        if name == "UpsertView2":
+            return {"upsertView": {"view": {"id": "v", "name": "nw-abc-v"}, "inserted": True}}
         return {"project": {"artifact": None}} if name == "ArtifactType" else {}
 
     def of(self, name: str) -> list[dict[str, Any]]:

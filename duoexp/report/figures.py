@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, ScalarFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
 from duoexp import metrics
 from duoexp.metrics import Pair
@@ -170,8 +170,8 @@ def first_token(found: Sequence[Method]) -> Picture | None:
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_formatter(ScalarFormatter())
-    axes.tick_params(axis="y", which="minor", labelsize=7)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     legend(figure, axes)
     return Picture(
         "ttft",

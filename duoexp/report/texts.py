@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from duoexp.engine import by_writer
 from duoexp.report.runs import Answer
 
 # Shaded against underlined, so that it can be told without colours.
@@ -30,17 +31,8 @@ class Text:
 
     @property
     def pieces(self) -> list[tuple[str, bool]]:
-        """Text, and whether the draft model wrote it: neighbours of one writer are one piece.
-
-        A character that takes several ids is its last one's.
-        """
-        found: list[tuple[str, bool]] = []
-        for piece, drafted in zip(self.answer.pieces, self.answer.drafted, strict=True):
-            if found and found[-1][1] == drafted:
-                found[-1] = (found[-1][0] + piece, drafted)
-            elif piece:
-                found.append((piece, drafted))
-        return found
+        """Text, and whether the draft model wrote it."""
+        return by_writer(zip(self.answer.pieces, self.answer.drafted, strict=True))
 
     @property
     def marked(self) -> str:
