@@ -31,7 +31,7 @@ def made(folder: Path, draft: str = "vanilla", faster: float = 2.0, prompts: int
     config.hardware, config.tracker = {"name": "auto"}, {"name": "none"}
     summary: dict[str, Any] = {"status": "finished", "identical": True, "ties": 0, "answers": prompts, "failed": []}
     summary |= {"hardware": {"name": "cpu", "notes": ["a note"]}, "notes": ["a note"], "error": None}
-    summary |= {"target_idle": 0.25, "draft_idle": 0.5}
+    summary |= {"target_idle": 0.25, "draft_idle": 0.5, "method": draft}
     machine = {"cpu": {"model": "A processor", "cores": [0, 1]}, "gpus": [], "git": {"commit": "c"}}
     for key, value in changes.items():
         if key.startswith("summary__"):
@@ -219,8 +219,10 @@ def test_another_machine_is_another_method_and_a_warning(tmp_path: Path) -> None
 
 def test_other_prompts_and_failed_ones_are_warned_of(tmp_path: Path) -> None:
     made(tmp_path / "1", "vanilla")
-    made(tmp_path / "2", "dynamic", prompts=4, summary__failed=[{"prompt": "x", "turn": 0, "reason": "long"}])
+    failed = [{"prompt": "x", "turn": 0, "reason": "long"}]
+    made(tmp_path / "2", "dynamic", prompts=4, summary__failed=failed, summary__disturbed=["other programs took 9%"])
     said = " ".join(page.warnings(found(tmp_path)))
+    assert "2, dynamic: other programs took 9%" in said
     assert "did not run the same prompts (4 are common" in said and "1 prompts failed" in said
     assert tables.overview(found(tmp_path)).rows[1][1].detail == "1 failed"
 

@@ -594,7 +594,14 @@ def test_dashboard_shows_what_runs_send(service, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith(f"{service.address}/e/p")
     [saved] = service.of("UpsertView2")
     assert (saved["projectName"], saved["entityName"], saved["displayName"]) == ("p", "e", "duoexp")
-    for key in ("acceptance_by_position_table", "timeline", "texts_in_colour", "prompt/speedup", "tau", "draft.value.name"):
+    for key in (
+        "acceptance_by_position_table",
+        "timeline",
+        "texts_in_colour",
+        "prompt/speedup",
+        "tau",
+        "draft.value.name",
+    ):
         assert key in saved["spec"]
 
 

@@ -99,6 +99,8 @@ def warnings(named: Sequence[Method]) -> list[str]:
         said.append(f"the pictures show the first {figures.MOST} of {len(named)} methods, the tables all of them")
     if repeated := [method.label for method in named if _repeated(method)]:
         said.append(f"some prompts were measured more than once, and all of it counts: {'; '.join(repeated)}")
+    for run in everything:
+        said += [f"{run.folder.name}, {run.summary['method']}: {each}" for each in run.summary.get("disturbed", ())]
     failed = sum(len(run.summary["failed"]) for run in everything)
     if failed:
         said.append(f"{failed} prompts failed and count nowhere")
