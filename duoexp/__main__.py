@@ -11,7 +11,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from duoexp import sweep
-from duoexp.config import CONF, InputError, register
+from duoexp.config import CONF, InputError, as_text, register
 from duoexp.errors import lacks_plugin, tell
 
 DEBUGGING = os.environ.get("HYDRA_FULL_ERROR") == "1"  # the user wants tracebacks
@@ -41,9 +41,10 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("duoexp").setLevel(logging.INFO)
     sweep.prefer_own_configs()
+    sys.argv[1:] = [as_text(argument) for argument in sys.argv[1:]]
     if DEBUGGING:
         launch()
-        return
+        sys.exit(int(any(job.status == "failed" for job in sweep.end())))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's end is an interrupt: files are closed
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors of composing reach this place
     code = 0

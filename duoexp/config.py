@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -237,6 +239,22 @@ def _within(key: str, value: object, holds: bool, allowed: str) -> None:
 
 def _either(words: tuple[str, ...]) -> str:
     return ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def as_text(argument: str) -> str:
+    """`key=1e3` with its value in quotes where the schema says text: Hydra would first make a number of it."""
+    key, _, value = argument.partition("=")
+    kind: Any = Config
+    for part in key.split("."):
+        kind = get_type_hints(kind).get(part) if is_dataclass(kind) else None
+    if kind not in (str, str | None):
+        return argument
+    try:
+        parsed = OverridesParser.create().parse_override(argument).value()
+    except HydraException:
+        return argument  # which Hydra will tell of
+    guessed = isinstance(parsed, int | float) or (parsed is None and kind is str and value == "null")
+    return f'{key}="{value}"' if guessed else argument
 
 
 def register() -> None:

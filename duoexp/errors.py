@@ -70,7 +70,9 @@ def sentence(error: BaseException) -> str:
         return f"{found[1]} cannot be used: {_last(error)}"
     if found := re.search(r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']*':((?:\n\t[^\n]+)+)", text):
         return f"{found[1]}={found[2]} is not there; choose {', '.join(found[3].split())}"
-    if "Exception: " in text.partition("\n")[0] or "mismatched input" in text or "no viable alternative" in text:
+    if re.search(
+        r"Exception: |^Error parsing override|^mismatched input|^no viable alternative", text.partition("\n")[0]
+    ):
         return f"{_unparsed() or text.splitlines()[0]} cannot be parsed; {QUOTES}"
     if text.startswith(("Error locating target", "Error in call to target")):
         return f"{text.splitlines()[0].partition(', set env var')[0].rstrip(':')} ({_last(error)})"

@@ -1,6 +1,5 @@
 """Facts of the machine: its description, the memory that was used, and what decisions rest on."""
 
-import functools
 import hashlib
 import importlib.metadata
 import os
@@ -84,9 +83,8 @@ def _git(folder: Path) -> dict[str, Any]:
     return {"commit": commit, "dirty": bool(changes), "reason": None}
 
 
-@functools.cache
 def code() -> str:
-    """16 hex digits of the package's sources as they are, committed or not."""
+    """16 hex digits of the package's sources as they are now, committed or not."""
     package = Path(__file__).parent
     sources = sorted(package.rglob("*.py"))
     digest = hashlib.sha256()

@@ -92,6 +92,9 @@ def job(cfg: DictConfig) -> float | None:
     ended = begun
     try:
         ended = _run(cfg, settings, begun, folder, alone)
+    except Exception as error:
+        ended = replace(begun, status="failed", reason=sentence(error))
+        raise
     finally:
         _write(folder, ended)
     if not alone:
@@ -137,6 +140,8 @@ def _attempted(given: dict[str, Any], settings: SweepConfig, slot: "Slot", begun
     while True:
         end = child.run(COMMAND, said, Path(str(job.log)), settings.timeout, shown, environment)
         job = replace(job, seconds=job.seconds + end.seconds, attempts=job.attempts + 1)  # type: ignore[operator]
+        if end.reason is None and not (Path(str(job.folder)) / "summary.json").is_file():
+            return replace(job, status="failed", reason="the package was changed while the job began; run it again")
         if end.reason is None:
             return replace(_with_speedup(job), status="done")
         if end.code == 2 or job.attempts > settings.retries:  # wrong input stays wrong

@@ -114,6 +114,21 @@ def test_an_output_that_is_not_the_targets_own_fails_the_run(
     assert out.splitlines()[-1] == str(folder_of(here).relative_to(here))
 
 
+@pytest.mark.parametrize("text", ("123E456", "1e3", "null", "007"))
+def test_a_name_that_looks_like_a_number_stays_a_name(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, "--cfg", "job", f"name={text}") == 0
+    assert OmegaConf.create(capsys.readouterr().out).name == text
+
+
+def test_the_shortest_run_has_every_figure(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(monkeypatch, *SHORT, "task.limit=1", "sampling.max_new_tokens=5", "draft=vanilla") == 0
+    summary = summary_of(here)
+    assert all(summary[name] is not None or summary["reasons"][name] for name in SUMMARY)
+    assert summary["tau"] is not None and summary["alpha"] is not None and summary["tpot_s"] is not None
+
+
 def test_rejection_at_a_temperature_is_not_compared(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(monkeypatch, *SHORT, "draft.rule=rejection", "sampling.temperature=0.8") == 0
     summary = summary_of(here)
@@ -388,6 +403,16 @@ REFUSED = [  # overrides; what the sentence must hold
     (["output_dir=/dev/null"], ["output_dir", "/dev/null"]),
     (["tracker.tracker.mode=loud", "tracker=offline"], ["tracker.tracker.mode=loud", "offline"]),
     (["task.text=<|x|>", "task=prompt"], ["quote", "task.path"]),
+    *(
+        (["task=prompt", f"task.text={text}"], [text, "quote", "task.path"])
+        for text in ("#x", "ünï", "a;b", "a&b", "(x")
+    ),
+    (["model.target=/m/epoch=3-step=87.gguf"], ["model.target=/m/epoch=3-step=87.gguf", "quote"]),
+    (["baseline=once"], ["baseline='once'", "paired", "cached"]),
+    (["repeats=0"], ["repeats=0", "1 or more"]),
+    (["task.prompt_tokens=0"], ["task.prompt_tokens=0"]),
+    (["draft.drafter._target_=duoexp.drafters.Nothing"], ["duoexp.drafters.Nothing"]),
+    (["draft.drafter._target_=no_such_package.Drafter"], ["no_such_package"]),
 ]
 
 

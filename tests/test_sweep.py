@@ -339,6 +339,14 @@ def test_prompts_can_be_made_of_a_length() -> None:
         runner.prepare(composed("task=mini", "task.prompt_tokens=3", "task.text=null"), CONF / "hardware")
 
 
+def test_long_values_and_slashes_make_no_folder(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"task.text='{'a/b ' * 100}','c'"
+    settings = [each for each in SHORT if not each.startswith("task.")]
+    assert main(monkeypatch, "-m", *settings, "task=prompt", text, "draft.budget=1") == 0
+    for job in records(fake):
+        assert Path(str(job.folder)).parent == Path("outputs/runs/default") and len(Path(str(job.folder)).name) == 16
+
+
 @pytest.mark.parametrize("choice", ("hydra/launcher=joblib", "hydra/sweeper=optuna"))
 def test_a_plugin_that_is_not_here_is_named(
     choice: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
