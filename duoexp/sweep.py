@@ -119,7 +119,7 @@ def _run(cfg: DictConfig, settings: SweepConfig, begun: Job, folder: Path, shown
         return replace(begun, status="planned", reason=_planned(plan), log=None)
     begun = replace(begun, folder=str(plan.folder))
     if runner.stands(plan.folder):
-        return replace(_with_speedup(begun), status="skipped", reason="done before")
+        return replace(_done(begun), status="skipped", reason="done before")
     given: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     with slots.taken(settings.slots) as slot:
         return _attempted(given | {"resume": True}, settings, slot, begun, shown)
@@ -140,10 +140,8 @@ def _attempted(given: dict[str, Any], settings: SweepConfig, slot: "Slot", begun
     while True:
         end = child.run(COMMAND, said, Path(str(job.log)), settings.timeout, shown, environment)
         job = replace(job, seconds=job.seconds + end.seconds, attempts=job.attempts + 1)  # type: ignore[operator]
-        if end.reason is None and not (Path(str(job.folder)) / "summary.json").is_file():
-            return replace(job, status="failed", reason="the package was changed while the job began; run it again")
         if end.reason is None:
-            return replace(_with_speedup(job), status="done")
+            return _done(job)
         if end.code == 2 or job.attempts > settings.retries:  # wrong input stays wrong
             return replace(job, status="failed", reason=end.reason)
 
@@ -154,12 +152,22 @@ def _visible(gpu: int) -> str:
     return own.split(",")[gpu] if own else str(gpu)
 
 
-def _with_speedup(job: Job) -> Job:
+def _done(job: Job) -> Job:
+    """With what its summary says."""
     from duoexp.metrics import FEW
+    from duoexp.runner import summary_of
 
-    summary = json.loads((Path(str(job.folder)) / "summary.json").read_text())
-    between = (summary["speedup_low"], summary["speedup_high"]) if summary["prompts"] >= FEW else None
-    return replace(job, speedup=summary["speedup"], interval=between, disturbed=bool(summary["disturbed"]))
+    folder = Path(str(job.folder))
+    if not (folder / "summary.json").is_file():  # it is under the key of other sources
+        return replace(job, status="failed", reason="the package was changed as the job began; run it again")
+    summary = summary_of(folder)
+    return replace(
+        job,
+        status="done",
+        speedup=summary["speedup"],
+        interval=(summary["speedup_low"], summary["speedup_high"]) if summary["prompts"] >= FEW else None,
+        disturbed=bool(summary["disturbed"]),
+    )
 
 
 def _write(folder: Path, job: Job) -> None:
