@@ -2,13 +2,14 @@
 
 Random weights of Llama-2-7b's shape on the GPU, and of vicuna-68m's on the processor. The target's embedding and head
 hold the draft's, and its layers add little to them, so that the two agree often enough for a test. `--tiny` tries the
-script itself on a processor.
+script itself on a processor. `--engine compiled` takes minutes more, for its graphs.
 """
 
 import argparse
 import gc
 import random
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from duoexp.hardware import decide, placed
 from duoexp.identity import compare
 from duoexp.lm.causal_lm import CausalLM
 from duoexp.lm.lean import LeanLM
+from duoexp.lm.static import StaticLM
 from duoexp.lm.transformers_lm import TransformersLM
 from duoexp.policy import Chain, FixedK, Policy
 from duoexp.profile import Profile, Want, measure
@@ -40,6 +42,12 @@ DRAFT = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 2, 
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
 SHARE = 0.05  # of what the layers would add at full strength
 TOKENS = 96
+ENGINES: dict[str, Callable[[LlamaForCausalLM], CausalLM]] = {
+    "transformers": lambda model: TransformersLM(model, VOCABULARY),
+    "lean": lambda model: LeanLM.from_model(model, VOCABULARY, width_invariant=model.device.type == "cpu"),
+    "static": lambda model: StaticLM.from_model(model, VOCABULARY),
+    "compiled": lambda model: StaticLM.from_model(model, VOCABULARY).compile(),
+}
 METHODS = [("serial", Chain(), 8), ("overlapped", Chain(), 16), ("overlapped", FixedK(2), 16)]
 
 
@@ -119,7 +127,9 @@ class Shaped:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="small shapes on the processor, to try the script")
-    tiny = parser.parse_args().tiny
+    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=["transformers", "lean"], help="of the target")
+    given = parser.parse_args()
+    tiny = given.tiny
     begun, shown = time.perf_counter(), terminal.console()
     device = "cpu" if tiny else "cuda"
     sides = SideConfig(device=device, dtype="bfloat16"), SideConfig(device="cpu", dtype="bfloat16")
@@ -128,13 +138,12 @@ def main() -> None:
     worker = Process(partial(drafter_of, draft, Chain()), partial(placed, hardware.draft), VOCABULARY)
     try:
         with placed(hardware.target):
-            model = target_of(shape, draft, hardware.target.device, torch.bfloat16)
             worker.ready()
-            smoke("transformers", TransformersLM(model, VOCABULARY), worker, shown)
-            lean = LeanLM.from_model(model, VOCABULARY, width_invariant=tiny)
-            del model
-            gc.collect()
-            smoke("lean", lean, worker, shown)
+            for name in given.engine:  # weights anew for each, as a GPU may hold them but once
+                target = ENGINES[name](target_of(shape, draft, hardware.target.device, torch.bfloat16))
+                smoke(name, target, worker, shown)
+                del target
+                gc.collect()
     finally:
         worker.close()
     shown.print(f"{time.perf_counter() - begun:.0f} s in all", markup=False)

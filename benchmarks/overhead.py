@@ -139,13 +139,14 @@ def _table(rounds: Sequence[Round], parts: Sequence[dict[str, float]], grown: in
 def draft_step(plan: Any, prompt: list[int]) -> dict[str, str]:
     """A step of the drafter in this process: the model's pass, and all else."""
     from duoexp.hardware import placed
-    from duoexp.lm.load import load
+    from duoexp.lm.load import for_draft, load
     from duoexp.tree import Draft
     from duoexp.worker import Inline
 
     place, spent, drafter = plan.hardware.draft, defaultdict[str, float](float), deepcopy(plan.drafter)
     with placed(place):
-        lm = load(plan.draft, plan.config.model.engine, place.device, place.dtype, plan.vocabulary)
+        engine = for_draft(plan.config.model.engine, place.device)
+        lm = load(plan.draft, engine, place.device, place.dtype, plan.vocabulary)
         passes: list[float] = []
         run = lm.run
 

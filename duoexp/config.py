@@ -17,7 +17,7 @@ SCHEDULES = ("serial", "overlapped")
 RULES = ("match", "rejection")
 WORKERS = ("inline", "process")
 TEMPLATES = ("auto", "chat", "plain", "vicuna")
-ENGINES = ("auto", "lean", "transformers")
+ENGINES = ("auto", "lean", "transformers", "static", "compiled")
 VOCABULARY = ("strict", "warn", "off")
 VIEWS = ("plain", "live")
 BUDGETS = ("fixed", "measured", "deadline", "optimal")
@@ -43,7 +43,9 @@ class ModelConfig:
     target: str = MISSING
     draft: str = MISSING
     template: str = "auto"  # how a prompt becomes text: TEMPLATES
-    engine: str = "auto"  # what runs both models: ENGINES
+    engine: str = (
+        "auto"  # what runs both models: ENGINES; `static` and `compiled` leave a draft on a processor to `auto`
+    )
     vocabulary: str = "strict"  # what to do when the two differ: VOCABULARY
     trust_remote_code: bool = False
 

@@ -25,7 +25,7 @@ from duoexp.fit import Setting
 from duoexp.hardware import Hardware, Place, decide, placed
 from duoexp.live import Watched
 from duoexp.lm.causal_lm import CausalLM
-from duoexp.lm.load import Model, check_vocabulary, describe, eos_ids, load
+from duoexp.lm.load import Model, check_vocabulary, describe, eos_ids, for_draft, load
 from duoexp.lm.sources import files, resolve
 from duoexp.meters import Energy, Setup, Watch
 from duoexp.metrics import Pair, acceptance_rate, block_efficiency, speedup, tokens_per_s
@@ -409,7 +409,7 @@ def worker_of(plan: Plan) -> Worker:
         return Inline(Drafter(), plan.target.tokens)
     draft, place = plan.draft, plan.hardware.draft
     sampled = plan.config.draft.rule == "rejection" and plan.sampler.temperature > 0
-    engine = plan.config.model.engine
+    engine = for_draft(plan.config.model.engine, place.device)
     weights = partial(load, draft, engine, place.device, place.dtype, plan.vocabulary) if draft else None
     build = partial(_started, deepcopy(plan.drafter), weights, plan.sampler, sampled)  # the next repeat's is as new
     if plan.hardware.worker == "inline":

@@ -1,5 +1,6 @@
 """From logits to the token at a position: the same token for whoever asks, at any temperature."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,6 +39,15 @@ class Sampler:
     def token(self, logits: Tensor, position: int) -> int:
         """The token at `position`; of equal scores, the one with the smallest id."""
         return int(self.scores(logits, position).argmax())
+
+    def tokens(self, logits: Tensor, positions: Sequence[int]) -> list[int]:
+        """`token` of each row of [rows, vocabulary] at its position, with one copy to the host."""
+        scores = self._filtered(logits)
+        if self.temperature:
+            size, device = scores.shape[-1], scores.device
+            noise = {place: gumbel(size, self.seed, self.stream, place, device) for place in set(positions)}
+            scores = scores + torch.stack([noise[place] for place in positions])
+        return scores.argmax(-1).tolist()
 
     def probs(self, logits: Tensor) -> Tensor:
         """[vocabulary] -> the distribution that `token` draws from; a point mass at temperature 0."""

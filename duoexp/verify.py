@@ -33,13 +33,23 @@ def match(draft: Draft, logits: Tensor, sampler: Sampler, position: int) -> Verd
     logits [nodes + 1, vocabulary]: row 0 follows the context, row i + 1 node i. position: of the first token to decide.
     The output is the autoregressive output of the same seed, whatever was drafted.
     """
-    node, tokens = -1, list[int]()
+    own, node, tokens = _own(draft, logits, sampler, position), -1, list[int]()
     while True:
-        tokens.append(sampler.token(logits[node + 1], position + len(tokens)))
+        tokens.append(own(node))
         child = draft.child(node, tokens[-1])
         if child is None:
             return Verdict(tuple(tokens), node, rejected=bool(draft.children(node)))
         node = child
+
+
+def _own(draft: Draft, logits: Tensor, sampler: Sampler, position: int) -> Callable[[int], int]:
+    """The target's token behind a node. A processor works out those that are asked for; on a GPU, a copy to the host
+    costs more than all of them."""
+    places = [position, *(position + depth for depth in draft.depths())]
+    if logits.device.type == "cpu":
+        return lambda node: sampler.token(logits[node + 1], places[node + 1])
+    tokens = sampler.tokens(logits, places)
+    return lambda node: tokens[node + 1]
 
 
 def rejection(draft: Draft, logits: Tensor, sampler: Sampler, position: int) -> Verdict:

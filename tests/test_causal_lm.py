@@ -23,7 +23,7 @@ TEXT = prompt_of(300, seed=2)
 TREE = Draft((5, 6, 7, 8, 9, 5), (-1, -1, 0, 0, 1, 3))  # two sequences, one of which forks; 5 stands twice
 
 
-@pytest.fixture(scope="module", params=("lean", "transformers"))
+@pytest.fixture(scope="module", params=("lean", "transformers", "static"))
 def engine_name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

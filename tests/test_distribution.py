@@ -279,3 +279,13 @@ def test_a_tie_in_the_draft_goes_to_the_token_that_the_target_would_take(policy:
     drafter = drafter_of(policy, Sampler(), sampled=False, lm=wide)
     *_, draft = drafter.propose([7], Draft(), 6)
     assert draft.tokens[0] == Sampler().token(wide.table[7], 1) == 0
+
+
+@pytest.mark.parametrize("settings", ({}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 3, "top_p": 0.7}))
+def test_all_rows_at_once_give_the_tokens_of_each_alone(settings: dict[str, Any]) -> None:
+    """A GPU decides so, a processor row by row."""
+    sampler = Sampler(seed=3, **settings)
+    logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(0))
+    places = [7 + row // 3 for row in range(64)]
+    alone = [sampler.token(row, place) for row, place in zip(logits, places, strict=True)]
+    assert sampler.tokens(logits, places) == alone

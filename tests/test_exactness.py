@@ -71,7 +71,7 @@ def accepted(decoding: Decoding) -> int:
 # Against transformers
 
 
-@pytest.mark.parametrize("passes", ("lean", "transformers"))
+@pytest.mark.parametrize("passes", ("lean", "transformers", "static"))
 @pytest.mark.parametrize("length", (1, 3, 16, 17))
 def test_autoregressive_equals_transformers_generate(length: int, passes: str) -> None:
     target = target_of(f"model.engine={passes}")
@@ -101,9 +101,11 @@ def test_every_method_equals_autoregressive_inline(name: str, schedule: str, tem
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", DISTINCT)
-def test_every_method_equals_autoregressive_through_transformers(name: str, schedule: str) -> None:
-    """As above, with both models run by transformers."""
-    same(engine(target_of("model.engine=transformers")), scheduled(name, schedule, "model.engine=transformers"), ECHO)
+@pytest.mark.parametrize("passes", ("transformers", "static"))
+def test_every_method_equals_autoregressive_through_other_engines(passes: str, name: str, schedule: str) -> None:
+    """As above, with both models run by transformers, or the target in fixed shapes."""
+    setting = f"model.engine={passes}"
+    same(engine(target_of(setting)), scheduled(name, schedule, setting), ECHO)
 
 
 class Switch(Drafter):

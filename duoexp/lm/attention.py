@@ -42,6 +42,15 @@ def blocks(held: int, new: int, group: int) -> list[Block]:
     return found
 
 
+def whole(seen: Tensor, group: int, dtype: torch.dtype) -> Block:
+    """A pass as one block: seen [tokens, slots] is True where a token looks."""
+    tokens, slots = seen.shape
+    own = torch.arange(_up(tokens * group, ROWS), device=seen.device).div(group, rounding_mode="floor")
+    seen = seen[own.clamp(max=tokens - 1)]
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+    return Block(0, tokens, slots, mask)
+
+
 def attend(q: Tensor, keys: Tensor, values: Tensor, found: list[Block]) -> Tensor:
     """q [tokens, heads, head_dim], keys and values [kv_heads, capacity, head_dim] -> [tokens, heads, head_dim]
 

@@ -5,7 +5,7 @@ On a processor, stock transformers spends about a millisecond a layer on everyth
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -48,11 +48,10 @@ class Rotary:
     frequencies: Tensor  # [head_dim / 2], float32
     scaling: float
 
-    def __call__(self, positions: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [positions, 1, head_dim], for all heads; sin is negative where `_rotated` must subtract."""
         # float32: in bf16 neighbouring positions would share an angle
-        places = torch.tensor(positions, dtype=torch.float32, device=self.frequencies.device)
-        angles = places[:, None, None] * self.frequencies
+        angles = positions.float()[:, None, None] * self.frequencies
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
         return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
 
@@ -63,29 +62,35 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Cache:
-    """Keys and values of all layers in one buffer, which doubles when it is full."""
+    """Keys and values of all layers in one buffer, of `first` slots or as many doublings of it as are needed."""
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, like: Tensor) -> None:
-        self.length = 0
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, like: Tensor, first: int = 256) -> None:
+        self.length, self._first = 0, first
         # float32 on a processor: its attention kernel takes 7 times as long in bf16, for one token and 512 slots
         dtype = torch.float32 if like.device.type == "cpu" else like.dtype
-        self._buffer = like.new_zeros(layers, 2, kv_heads, 0, head_dim, dtype=dtype)
+        self.buffer = like.new_zeros(layers, 2, kv_heads, 0, head_dim, dtype=dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._buffer.dtype
+        return self.buffer.dtype
+
+    @property
+    def capacity(self) -> int:
+        return self.buffer.shape[3]
 
     def extend(self, tokens: int) -> None:
-        """Makes room for the next `tokens`."""
+        """Makes room for the next `tokens`, and SLOTS behind them."""
         filled, self.length = self.length, self.length + tokens
-        if self.length + SLOTS > self._buffer.shape[3]:
-            old, capacity = self._buffer, max(256, 2 * self.length)
-            self._buffer = old.new_zeros(*old.shape[:3], capacity, old.shape[4])  # finite where masks hide it
-            self._buffer[..., :filled, :] = old[..., :filled, :]
+        if self.length + SLOTS > self.capacity:
+            old, capacity = self.buffer, self._first
+            while capacity < self.length + SLOTS:
+                capacity *= 2
+            self.buffer = old.new_zeros(*old.shape[:3], capacity, old.shape[4])  # finite where masks hide it
+            self.buffer[..., :filled, :] = old[..., :filled, :]
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the new ones, [tokens, kv_heads, head_dim], last; returns all [kv_heads, capacity, head_dim]."""
-        held, start = self._buffer[layer], self.length - len(keys)
+        held, start = self.buffer[layer], self.length - len(keys)
         held[0, :, start : self.length], held[1, :, start : self.length] = keys.transpose(0, 1), values.transpose(0, 1)
         return held[0], held[1]
 
@@ -93,8 +98,23 @@ class Cache:
         """See `CachedLM.keep`."""
         self.length = start + len(slots)
         if slots:
-            index = torch.tensor(slots, device=self._buffer.device)
-            self._buffer[..., start : self.length, :] = self._buffer[..., index, :]
+            index = torch.tensor(slots, device=self.buffer.device)
+            self.buffer[..., start : self.length, :] = self.buffer[..., index, :]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The cache as a pass of fixed shape has it: written where a tensor says, and seen whole."""
+
+    buffer: Tensor
+    slots: Tensor  # [tokens]
+
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Cache.update`."""
+        held = self.buffer[layer]
+        held[0][:, self.slots] = keys.transpose(0, 1).to(held.dtype)
+        held[1][:, self.slots] = values.transpose(0, 1).to(held.dtype)
+        return held[0], held[1]
 
 
 @dataclass(frozen=True)
@@ -103,7 +123,7 @@ class Pass:
 
     cos: Tensor
     sin: Tensor
-    cache: Cache
+    cache: Cache | Slots
     mask: Tensor | None  # [tokens, slots], added to the scores
     causal: bool  # each token sees those before it and no cache lies before them: no mask is needed
     blocks: list[Block] | None  # of attention that does not depend on the width of the pass
@@ -124,6 +144,11 @@ class Layer:
     kv_heads: int
     head_dim: int
 
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
     def __call__(self, x: Tensor, run: Pass) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
         x = x + self.out(self._attention(self.qkv(self.norm(x)), run))
@@ -141,6 +166,7 @@ class Layer:
         keys, values = run.cache.update(self.index, k, v)
         if run.blocks is not None:
             return attend(q.to(keys.dtype), keys, values, run.blocks).reshape(tokens, -1).to(dtype)
+        assert isinstance(run.cache, Cache), "a pass of fixed shape looks in blocks"
         keys, values = keys[:, : run.cache.length], values[:, : run.cache.length]
         y = F.scaled_dot_product_attention(
             q.to(keys.dtype).transpose(0, 1)[None],
@@ -181,7 +207,7 @@ class LeanLM(CachedLM):
         bits: int | None = None,
         layers: Sequence[int] | None = None,
         width_invariant: bool = False,
-    ) -> "LeanLM":
+    ) -> Self:
         """A copy of `model`, on its device. bits: None leaves the weights; 8 and 4 round them, and compute in bf16.
 
         layers: those of the model's to run, in this order; None: all.
@@ -207,29 +233,32 @@ class LeanLM(CachedLM):
         )
 
     def run(self, tokens: list[int], positions: list[int], hidden: Tensor | None, places: list[int]) -> Tensor:
-        x = F.embedding(torch.tensor(tokens, device=self._embedding.device), self._embedding)
         shared = self._pass(positions, hidden)
-        for layer in self._layers:
-            x = layer(x, shared)
-        return self._head(self._norm(x[places]))
+        told, rows = (torch.tensor(each, device=self._embedding.device) for each in (tokens, places))
+        return self._through(told, shared, rows)
 
     def keep(self, start: int, slots: list[int]) -> None:
         self._cache.keep(start, slots)
+
+    def _through(self, tokens: Tensor, shared: Pass, places: Tensor) -> Tensor:
+        x = F.embedding(tokens, self._embedding)
+        for layer in self._layers:
+            x = layer(x, shared)
+        return self._head(self._norm(x[places]))
 
     def _pass(self, positions: list[int], hidden: Tensor | None) -> Pass:
         held, new = self._cache.length, len(positions)
         self._cache.extend(new)
         causal, blocks = hidden is None and held == 0, None
         if self._width_invariant and hidden is None and held:
-            group = self._layers[0].heads // self._layers[0].kv_heads
-            blocks = attention.blocks(held, new, group)
+            blocks = attention.blocks(held, new, self._layers[0].group)
         elif hidden is None and held and new > 1:
             hidden = torch.ones(new, held + new, dtype=torch.bool).triu_(held + 1)
         mask = None
         if hidden is not None:
             mask = torch.zeros(hidden.shape, dtype=self._cache.dtype).masked_fill_(hidden, -torch.inf)
             mask = mask.to(self._embedding.device)
-        cos, sin = self._rotary(positions, self._embedding.dtype)
+        cos, sin = self._rotary(torch.tensor(positions, device=self._embedding.device), self._embedding.dtype)
         return Pass(cos, sin, self._cache, mask, causal, blocks)
 
 
@@ -288,13 +317,17 @@ def _check_kind(model: Any) -> None:
     name, config = type(model).__name__, model.config
     if type(model) not in FAMILY:
         known = ", ".join(kind.__name__ for kind in FAMILY)
-        raise InputError(f"{name} has no lean pass, which knows {known}; name a draft model of its own instead")
+        raise InputError(
+            f"{name} has no lean pass, which knows {known}; choose model.engine=transformers, or "
+            "instead of its own copy name another draft"
+        )
     BufferCache(config)  # refuses sliding windows
     rope = model.model.rotary_emb.rope_type
     if rope in MOVING or config.hidden_act != "silu":
         raise InputError(
             f"{name} with rope_type={rope!r} and hidden_act={config.hidden_act!r} has no lean pass, which needs angles "
-            "that do not change with the length, and silu; name a draft model of its own instead"
+            "that do not change with the length, and silu; choose model.engine=transformers, or instead of "
+            "its own copy name another draft"
         )
     for part, module in model.named_modules():
         if part.endswith(("_proj", "lm_head")) and type(module) is not nn.Linear:

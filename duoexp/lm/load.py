@@ -23,6 +23,7 @@ from duoexp.lm.causal_lm import CausalLM
 from duoexp.lm.distilled import draft_config, is_draft, load_draft, packaged
 from duoexp.lm.lean import FAMILY, LeanLM, self_draft
 from duoexp.lm.sources import PACKAGED, Checkpoint
+from duoexp.lm.static import StaticLM
 from duoexp.lm.transformers_lm import TransformersLM
 
 T = TypeVar("T")
@@ -81,7 +82,7 @@ def load(model: Model, engine: str, device: str, dtype: str, vocabulary: int) ->
     """The model with its weights, which are safetensors or nothing; ids from `vocabulary` on are masked as padding.
 
     engine: `transformers`, or `lean` for our own pass, which a rounded model takes in any case; `auto` takes it on a
-    processor where the model is of its family.
+    processor where the model is of its family. `static`: the same in fixed shapes; `compiled`: and as CUDA graphs.
     """
     if model.checkpoint.base is not None:
         folder, place = Path(model.checkpoint.path), model.checkpoint.base.path
@@ -90,9 +91,18 @@ def load(model: Model, engine: str, device: str, dtype: str, vocabulary: int) ->
     if model.checkpoint.bits is not None:
         return self_draft(weights, vocabulary, model.checkpoint.bits)
     fits = device == "cpu" and isinstance(weights, FAMILY)
+    if engine == "compiled":
+        return StaticLM.from_model(weights, vocabulary).compile()
+    if engine == "static":
+        return StaticLM.from_model(weights, vocabulary)
     if engine == "lean" or (engine == "auto" and fits):
         return LeanLM.from_model(weights, vocabulary, width_invariant=device == "cpu")
     return TransformersLM(weights, vocabulary)
+
+
+def for_draft(engine: str, device: str) -> str:
+    """What runs the draft where `engine` runs the target: fixed shapes save a processor nothing."""
+    return "auto" if device == "cpu" and engine in ("static", "compiled") else engine
 
 
 def stock(model: Model, device: str, dtype: str) -> PreTrainedModel:
