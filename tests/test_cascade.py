@@ -30,8 +30,8 @@ class Repeating(CachedLM):
             rows[row, self.tokens[len(self.tokens) - len(tokens) + place + 1 - self.period]] = 1
         return rows
 
-    def keep(self, slots: list[int]) -> None:
-        self.tokens = [self.tokens[slot] for slot in slots]
+    def keep(self, start: int, slots: list[int]) -> None:
+        self.tokens = [*self.tokens[:start], *(self.tokens[slot] for slot in slots)]
 
 
 def drafted(policy: Policy, context: Sequence[int], budget: int, pending: Draft = Draft()) -> tuple[Draft, int]:
