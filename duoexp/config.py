@@ -185,7 +185,7 @@ def check_keys(given: Mapping[str, Any], kind: type = Config, path: str = "") ->
 def check(config: Config) -> None:
     """Raises InputError for the first value out of range; what depends on the machine is checked by `hardware`."""
     sampling, draft = config.sampling, config.draft
-    _within("name", config.name, bool(re.fullmatch(r"\w[\w.-]*", config.name)), "letters, digits, '.', '_' and '-'")
+    check_name(config.name)
     budget_of(draft.budget)
     contexts = config.profile.contexts
     _within("profile.contexts", contexts, all(each > MOST_TOKENS for each in contexts), f"above {MOST_TOKENS}")
@@ -207,6 +207,11 @@ def check(config: Config) -> None:
     _within("baseline", config.baseline, config.baseline in BASELINES, _either(BASELINES))
     _within("repeats", config.repeats, config.repeats >= 1, "1 or more")
     _within("sampling.stop", sampling.stop, all(sampling.stop), "no empty string")
+
+
+def check_name(name: str) -> None:
+    """Raises InputError for a name that is no folder's of its own: it may not lead out of output_dir."""
+    _within("name", name, bool(re.fullmatch(r"\w[\w.-]*", name)), "letters, digits, '.', '_' and '-'")
 
 
 def check_sweep(sweep: SweepConfig) -> None:

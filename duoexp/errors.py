@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from duoexp.config import Config, InputError
+from duoexp.masking import masked_override
 
 QUOTES = (
     "on the command line, quote a value that holds one of = , # ; & ( { < or a letter beyond ASCII twice, as in "
@@ -67,13 +68,13 @@ def sentence(error: BaseException) -> str:
     if found := re.match(r"Could not override '([^']+)'", text):
         return _unknown_key(found[1])
     if found := re.match(r"Error merging override (.+)", text):
-        return f"{found[1]} cannot be used: {_last(error)}"
+        return f"{masked_override(found[1])} cannot be used: {_last(error)}"
     if found := re.search(r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']*':((?:\n\t[^\n]+)+)", text):
         return f"{found[1]}={found[2]} is not there; choose {', '.join(found[3].split())}"
     if re.search(
         r"Exception: |^Error parsing override|^mismatched input|^no viable alternative", text.partition("\n")[0]
     ):
-        return f"{_unparsed() or text.splitlines()[0]} cannot be parsed; {QUOTES}"
+        return f"{masked_override(_unparsed() or text.splitlines()[0])} cannot be parsed; {QUOTES}"
     if text.startswith(("Error locating target", "Error in call to target")):
         return f"{text.splitlines()[0].partition(', set env var')[0].rstrip(':')} ({_last(error)})"
     return " ".join(text.split())

@@ -79,7 +79,8 @@ def _elements(model: Model) -> int:
     if model.checkpoint.base is not None:  # a distilled draft is no class of transformers
         return sum(_stored(file) for file in Path(model.checkpoint.path).glob("*.safetensors"))
     with torch.device("meta"):
-        return sum(each.numel() for each in AutoModelForCausalLM.from_config(model.config).parameters())
+        whole = AutoModelForCausalLM.from_config(model.config, trust_remote_code=model.trust_remote_code)
+    return sum(each.numel() for each in whole.parameters())
 
 
 def _stored(file: Path) -> int:

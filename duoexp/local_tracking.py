@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from duoexp.config import InputError
-from duoexp.tracking import masked, spared
+from duoexp.masking import masked
+from duoexp.tracking import spared
 
 
 class Trackio:

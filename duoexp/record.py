@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from duoexp.config import InputError
+from duoexp.masking import masked
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class Record:
     def __init__(self, folder: Path, config: Mapping[str, Any], shared: bool = False) -> None:
         self.folder = folder
         self._lock = _locked(folder) if shared else None
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+        (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(masked(dict(config)))))
         self._open: dict[str, TextIO] = {}
         self._log = logging.FileHandler(folder / "run.log")
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -27,6 +27,7 @@ from duoexp.live import Watched
 from duoexp.lm.causal_lm import CausalLM
 from duoexp.lm.load import Model, check_vocabulary, describe, eos_ids, for_draft, load
 from duoexp.lm.sources import files, resolve
+from duoexp.masking import masked
 from duoexp.meters import Energy, Setup, Watch
 from duoexp.metrics import Pair, acceptance_rate, block_efficiency, speedup, tokens_per_s
 from duoexp.peers.base import Peer, Stock, home
@@ -38,7 +39,7 @@ from duoexp.schedule import SCHEDULES, Schedule, overlapped, serial
 from duoexp.session import Session
 from duoexp.summary import Answer, Results, summarize
 from duoexp.tasks import WARMUP, Prompt
-from duoexp.tracking import Tracker, masked
+from duoexp.tracking import Tracker
 from duoexp.verify import RULES, match
 from duoexp.worker import Continuing, Inline, Process, Worker
 
@@ -195,6 +196,7 @@ def _repeat(
         record.write("machine.json", description)
         if results.profile is not None:
             record.write("profile.json", results.profile.as_json())
+        results.kernel = engine.target.kernel
         energy = Energy(devices)
         results.no_energy = energy.reasons
         session = Session(engine, baseline, method, plan.kept_baseline(), Watch(devices), energy, repeat)

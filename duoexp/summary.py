@@ -36,6 +36,7 @@ class Results:
 
     answers: list[Answer] = field(default_factory=list)
     failed: list[dict[str, Any]] = field(default_factory=list)
+    kernel: str | None = None  # what ran the target, for the method and its baseline alike
     peak_memory: dict[str, Any] | None = None
     budget: dict[str, Any] | None = None
     profile: Profile | None = None  # what the budget was derived from
@@ -108,6 +109,7 @@ def summarize(about: dict[str, Any], results: Results, status: str) -> dict[str,
         values[name] = (figure(pairs), why) if pairs else (None, "no prompt was decoded")
     return about | {
         "status": status,
+        "kernel": results.kernel,
         "budget": results.budget,
         "prompts": len({pair.prompt for pair in pairs}),
         "answers": len(pairs),

@@ -21,8 +21,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from duoexp import child
-from duoexp.config import CONF, SweepConfig, check_sweep
-from duoexp.errors import is_told, sentence, tell
+from duoexp.config import CONF, SweepConfig, check_name, check_sweep
+from duoexp.errors import is_told, sentence, tell, told
+from duoexp.masking import masked_override
 
 if TYPE_CHECKING:
     from duoexp.runner import Plan
@@ -59,6 +60,9 @@ class Begun(Callback):
     report = True
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        code = told(lambda: check_name(config.name))
+        if code:  # before Hydra makes the folder; it would turn an exception of a callback into a warning
+            sys.exit(code)
         Begun.folder, Begun.report = Path(config.hydra.sweep.dir), config.sweep.report
 
 
@@ -85,7 +89,10 @@ def job(cfg: DictConfig) -> float | None:
     settings: SweepConfig = OmegaConf.to_object(cfg.sweep)  # type: ignore[assignment]
     check_sweep(settings)
     folder, number = Path(hydra.sweep.dir), int(hydra.job.num)
-    begun = Job(number, tuple(hydra.overrides.task), "interrupted", log=str(folder / f"{number:03}.log"))
+    # Hydra's copy of all settings has secrets in the clear; what it tells is in the records, and in the runs' configs.
+    (folder / "multirun.yaml").unlink(missing_ok=True)
+    overrides = tuple(masked_override(each) for each in hydra.overrides.task)
+    begun = Job(number, overrides, "interrupted", log=str(folder / f"{number:03}.log"))
     alone = "BasicLauncher" in hydra.launcher._target_
     if alone:
         print(f"== {' '.join(begun.overrides)}", flush=True)

@@ -4,7 +4,6 @@ import contextlib
 import io
 import logging
 import os
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from duoexp.config import InputError
+from duoexp.masking import masked
 
 log = logging.getLogger(__name__)
 
@@ -22,12 +22,6 @@ START_S = 10.0  # how long an online start waits for the server, unless WANDB_IN
 EXTRAS_S = 4.0  # how long it waits for the server to take pictures and files
 FINISH_S = 5.0  # how long the end of a run waits for its upload, unless WANDB_FINISH_TIMEOUT says otherwise
 INTERRUPTED = 255  # the exit code that W&B shows as "killed"
-
-# A whole word of a key split at "_": hf_token and api_key hold secrets; max_new_tokens and eos_token_id do not.
-SECRET = re.compile(
-    r"(^|_)(token(?!_ids?(_|$))|key|apikey|secrets?|password|passwords|passwd|passphrase|credentials?)(_|$)"
-)
-OPEN = re.compile(r"tokenizer")  # tokenizer_key names a tokenizer
 
 
 class Tracker(Protocol):
@@ -251,23 +245,3 @@ def spared(what: str) -> Iterator[None]:
 def _warn(what: str, error: Exception) -> None:
     cause = " ".join(str(error).split()) or "no message"
     log.warning("the tracker did not take %s (%s: %s); the run goes on", what, type(error).__name__, cause)
-
-
-def masked(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` with *** for the values of keys that name a secret, at any depth; None stays."""
-    return {key: _masked(str(key), value) for key, value in config.items()}
-
-
-def _masked(key: str, value: Any) -> Any:
-    if SECRET.search(_words(key)) and not OPEN.match(_words(key)):
-        return None if value is None else "***"
-    if isinstance(value, dict):
-        return masked(value)
-    if isinstance(value, list | tuple):
-        return [_masked("", item) for item in value]
-    return value
-
-
-def _words(key: str) -> str:
-    """`key` in lower case with _ between its words: apiKey and API-KEY are api_key."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W+", "_", key).lower()

@@ -68,7 +68,7 @@ def check(
 
 
 @pytest.mark.parametrize("count", (0, 1, 19, 20, 40))
-def test_rollback_by_any_count_equals_a_fresh_prefill(lm: CachedLM, model: LlamaForCausalLM, count: int) -> None:
+def test_rollback_by_any_count_equals_a_fresh_prefill(lm: CachedLM, model: LlamaForCausalLM, count: int) -> None:  # C3
     """20 are cached: 19 leaves one, 20 none that is shared, and 40 would be more than there is."""
     check(lm, model, TEXT[:20])
     other = [7] * 3
@@ -77,7 +77,7 @@ def test_rollback_by_any_count_equals_a_fresh_prefill(lm: CachedLM, model: Llama
     check(lm, model, TEXT[: max(1, 20 - count)])
 
 
-def test_rollback_twice_in_a_row_equals_a_fresh_prefill(lm: CachedLM, model: LlamaForCausalLM) -> None:
+def test_rollback_twice_in_a_row_equals_a_fresh_prefill(lm: CachedLM, model: LlamaForCausalLM) -> None:  # C3
     for length in (20, 15, 9, 9, 1, 30):
         check(lm, model, TEXT[:length])
 
@@ -89,7 +89,7 @@ def test_a_prompt_beyond_the_caches_first_size_equals_a_fresh_prefill(lm: Cached
 
 
 @pytest.mark.parametrize("rows", (None, [0], [3], [6], [2, 5], [1, 2, 3, 4, 5, 6], [6, 1, 0]))
-def test_any_rows_of_a_tree_equal_a_fresh_prefill(
+def test_any_rows_of_a_tree_equal_a_fresh_prefill(  # C5
     lm: CachedLM, model: LlamaForCausalLM, rows: list[int] | None
 ) -> None:
     check(lm, model, TEXT[:12], TREE, rows)
@@ -106,7 +106,7 @@ def test_the_context_goes_on_along_any_branch_of_a_tree(lm: CachedLM, model: Lla
     check(lm, model, [*context, 77], Draft((5, 6), (-1, -1)))
 
 
-def test_random_turns_of_context_and_tree_equal_a_fresh_prefill(lm: CachedLM, model: LlamaForCausalLM) -> None:
+def test_random_turns_of_context_and_tree_equal_a_fresh_prefill(lm: CachedLM, model: LlamaForCausalLM) -> None:  # C3
     """What drafting and verifying do, and what they never do; of few tokens, so that trees share nodes."""
     dice = random.Random(0)
     context, draft = TEXT[:5], Draft()
@@ -173,7 +173,7 @@ class Counted:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ("none", "prompt_lookup", "vanilla", "fixed", "dynamic"))
-def test_each_side_runs_only_what_is_new(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_side_runs_only_what_is_new(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:  # C7
     """The target: the block and one token before it. The draft: what it has not read, and what it drafts."""
     method, budget, prompt = inline(f"draft={name}"), 6, prompt_of(40)
     wanted = expected(engine(limit=100), prompt)
@@ -201,12 +201,12 @@ def test_each_side_runs_only_what_is_new(name: str, schedule: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("context", (0, 1))
-def test_an_empty_context_and_one_beyond_the_models_are_refused(lm: CachedLM, context: int) -> None:
+def test_an_empty_context_and_one_beyond_the_models_are_refused(lm: CachedLM, context: int) -> None:  # B4
     with pytest.raises(InputError, match=r"empty context|exceed the model's context of 2048"):
         lm.logits([1] * 2046 * context, TREE)
 
 
-def test_a_sliding_window_is_refused_by_its_name() -> None:
+def test_a_sliding_window_is_refused_by_its_name() -> None:  # C2
     """Its cache forgets, so a rollback beyond the window would be silently wrong (transformers#48280)."""
     config = MistralConfig(
         vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,

@@ -135,7 +135,7 @@ POLICIES = {"chain": Chain(), "siblings": FixedK(3), "dynamic": Dynamic()}
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_rejection_keeps_the_targets_distribution(policy: str, schedule: str) -> None:
+def test_rejection_keeps_the_targets_distribution(policy: str, schedule: str) -> None:  # A1
     ids = sampled(lambda sampler: drafter_of(POLICIES[policy], sampler), schedule)
     assert p_value(ids, TARGET.table.softmax(-1)) > ODDS
 
@@ -204,7 +204,7 @@ LIES = {
 
 @pytest.mark.parametrize("policy", ("chain", "siblings"))
 @pytest.mark.parametrize("lie", LIES)
-def test_a_wrong_q_is_found(lie: str, policy: str) -> None:
+def test_a_wrong_q_is_found(lie: str, policy: str) -> None:  # A1
     ids = sampled(lambda sampler: LIES[lie](POLICIES[policy], sampler), "serial", tokens=2000)
     assert p_value(ids, TARGET.table.softmax(-1)) < 1e-6
 
@@ -215,7 +215,7 @@ def test_a_wrong_q_is_found(lie: str, policy: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("temperature", (1.0, 1e-4))
-def test_the_target_as_its_own_draft_leaves_no_residual(temperature: float, dtype: str, schedule: str) -> None:
+def test_the_target_as_its_own_draft_leaves_no_residual(temperature: float, dtype: str, schedule: str) -> None:  # A2
     target = target_of(f"hardware.target.dtype={dtype}")
     drafter = ModelDrafter(Chain())
     sampler = Sampler(temperature)
@@ -236,7 +236,7 @@ class Unlucky(Sampler):
         return 1.0
 
 
-def test_an_empty_residual_draws_from_the_target() -> None:
+def test_an_empty_residual_draws_from_the_target() -> None:  # A2
     p = torch.tensor([[0.25, 0.75], [0.5, 0.5]])
     draft = Draft((0,), (-1,), Sampler(1.0).probs(p.log())[:1])
     verdicts = [rejection(draft, p.log(), Unlucky(1.0, seed=seed), 0) for seed in range(50)]
@@ -248,7 +248,7 @@ def test_an_empty_residual_draws_from_the_target() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_at_temperature_0_a_draft_token_is_the_argmax_or_rejected(rule: str) -> None:
+def test_at_temperature_0_a_draft_token_is_the_argmax_or_rejected(rule: str) -> None:  # A3
     logits = torch.tensor([[2.0, 1.9, 0.0]] * 2)
     for probs in (None, torch.tensor([[0.2, 0.3, 0.5]])):
         for token in range(3):
@@ -263,7 +263,7 @@ TIED = Markov(torch.tensor([[0, 2, 1, 2, 1.0], [1, 0, 1, 0, 0], [0, 0, 3, 3, 3],
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_tie_at_temperature_0_has_one_winner_everywhere(rule: str, policy: str, schedule: str) -> None:
+def test_a_tie_at_temperature_0_has_one_winner_everywhere(rule: str, policy: str, schedule: str) -> None:  # A3
     for start in range(5):
         drafter = drafter_of(POLICIES[policy], Sampler(), sampled=False, lm=TIED)
         stops = [Stop(frozenset(), 30) for _ in range(2)]

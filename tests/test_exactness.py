@@ -156,7 +156,7 @@ def process() -> Iterator[Process]:
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", DRAFTS)
-def test_every_method_equals_autoregressive_in_a_process(
+def test_every_method_equals_autoregressive_in_a_process(  # A4
     name: str, schedule: str, temperature: float, process: Process
 ) -> None:
     method = Method(SCHEDULES[schedule], process, match, fixed(planned(f"draft={name}").config.draft.budget))
@@ -176,7 +176,7 @@ def test_a_draft_that_ends_with_the_pass_equals_autoregressive(name: str, proces
 
 @pytest.mark.parametrize("budget", (0, 1, 2, 7, 16, 24))
 @pytest.mark.parametrize(("name", "growth"), GROWN)
-def test_any_budget_equals_autoregressive(name: str, growth: str | None, budget: int) -> None:
+def test_any_budget_equals_autoregressive(name: str, growth: str | None, budget: int) -> None:  # A6
     grown = [] if growth is None else [f"draft.policy.growth={growth}"]
     for schedule in SCHEDULES:
         method = replace(scheduled(name, schedule, *grown), budget=Fixed(budget))
@@ -187,7 +187,7 @@ def test_any_budget_equals_autoregressive(name: str, growth: str | None, budget:
 
 @pytest.mark.parametrize("limit", (1, 2, 31))
 @pytest.mark.parametrize("name", DISTINCT)
-def test_an_answer_has_exactly_the_tokens_of_the_limit(name: str, limit: int) -> None:
+def test_an_answer_has_exactly_the_tokens_of_the_limit(name: str, limit: int) -> None:  # B2
     for schedule in SCHEDULES:
         method = replace(scheduled(name, schedule), budget=Fixed(16))
         found = same(engine(limit=limit), method, ECHO)
@@ -198,7 +198,7 @@ def test_an_answer_has_exactly_the_tokens_of_the_limit(name: str, limit: int) ->
 
 @pytest.mark.parametrize("length", (1, 3, 16, 17))
 @pytest.mark.parametrize("name", DISTINCT)
-def test_prompts_of_any_length_equal_autoregressive(name: str, length: int) -> None:
+def test_prompts_of_any_length_equal_autoregressive(name: str, length: int) -> None:  # B4
     for schedule in SCHEDULES:
         same(engine(), scheduled(name, schedule), prompt_of(length, seed=1))
 
@@ -211,7 +211,7 @@ def test_filtered_sampling_equals_autoregressive(name: str, top_k: int, top_p: f
 
 
 @pytest.mark.parametrize("name", DISTINCT)
-def test_an_answer_and_its_rounds_do_not_depend_on_the_prompts_before(name: str) -> None:
+def test_an_answer_and_its_rounds_do_not_depend_on_the_prompts_before(name: str) -> None:  # A7
     method, facts = scheduled(name, "serial"), []
     for prompts in ((ECHO,), (PROMPT, ECHO)):
         rounds = [engine().decode(method, prompt) for prompt in prompts][-1].rounds
@@ -219,7 +219,7 @@ def test_an_answer_and_its_rounds_do_not_depend_on_the_prompts_before(name: str)
     assert facts[0] == facts[1]
 
 
-def test_a_seed_gives_its_own_text_and_gives_it_again() -> None:
+def test_a_seed_gives_its_own_text_and_gives_it_again() -> None:  # A4
     texts = [engine(temperature=0.8, seed=seed).decode(autoregressive(), PROMPT).ids for seed in (7, 7, 8, 9)]
     assert texts[0] == texts[1]
     assert len(set(texts)) == 3
@@ -249,7 +249,7 @@ def first_at(ids: Sequence[int], places: Iterator[int]) -> int:
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", DISTINCT)
-def test_eos_first_and_last_end_the_answer(name: str, schedule: str, temperature: float) -> None:
+def test_eos_first_and_last_end_the_answer(name: str, schedule: str, temperature: float) -> None:  # B1
     method = scheduled(name, schedule, temperature=temperature)
     ids = expected(engine(temperature=temperature), PROMPT).ids
     first = same(engine(eos=[ids[0]], temperature=temperature), method, PROMPT)
@@ -262,7 +262,7 @@ def test_eos_first_and_last_end_the_answer(name: str, schedule: str, temperature
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ("vanilla", "fixed", "dynamic"))
-def test_eos_in_the_middle_of_a_block_ends_the_answer(name: str, schedule: str, temperature: float) -> None:
+def test_eos_in_the_middle_of_a_block_ends_the_answer(name: str, schedule: str, temperature: float) -> None:  # B1
     spy = Spy(name, schedule, temperature)
     for prompt in (prompt_of(16, seed) for seed in range(20)):
         spy.seen.clear()
@@ -292,7 +292,7 @@ def starts(decoding: Decoding) -> list[int]:
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("name", ("fixed", "dynamic"))
-def test_eos_in_a_sequence_that_is_not_the_first_ends_the_answer(name: str, temperature: float) -> None:
+def test_eos_in_a_sequence_that_is_not_the_first_ends_the_answer(name: str, temperature: float) -> None:  # B1
     spy = Spy(name, "serial", temperature)
     for prompt in (prompt_of(16, seed) for seed in range(40)):
         spy.seen.clear()
@@ -347,7 +347,7 @@ def test_eos_behind_a_chosen_sequence_that_is_not_the_first_ends_the_answer(name
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ("vanilla", "fixed", "dynamic"))
-def test_a_stop_string_of_two_tokens_in_mid_block_ends_the_answer(name: str, schedule: str) -> None:
+def test_a_stop_string_of_two_tokens_in_mid_block_ends_the_answer(name: str, schedule: str) -> None:  # B5
     spy = Spy(name, schedule, 0.8)
     for prompt in (prompt_of(16, seed) for seed in range(200)):
         whole = engine(temperature=0.8).decode(spy.method, prompt)
@@ -399,7 +399,7 @@ def random_draft(settings: str, temperature: float = 0.0, policy: Any = None, en
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("policy", (Chain(), FixedK(3), Dynamic()))
-def test_a_draft_with_a_shorter_context_stops_and_the_output_goes_on(policy: Any, schedule: str) -> None:
+def test_a_draft_with_a_shorter_context_stops_and_the_output_goes_on(policy: Any, schedule: str) -> None:  # C6
     drafter = random_draft("random:context=24,noise=0.2", policy=policy)
     found = same(engine(), Method(SCHEDULES[schedule], Inline(drafter, 259), match, Fixed(4)), PROMPT)
     late = [each for start, each in zip(starts(found), found.rounds, strict=True) if start > 12]
@@ -408,7 +408,7 @@ def test_a_draft_with_a_shorter_context_stops_and_the_output_goes_on(policy: Any
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_padded_rows_of_either_model_are_never_said(temperature: float) -> None:
+def test_padded_rows_of_either_model_are_never_said(temperature: float) -> None:  # B6, D1
     drafter = random_draft("random:extra_rows=7,noise=0.2", temperature, engine="transformers")
     target = target_of("model.engine=transformers", 'model.target="random:extra_rows=5"')
     for lm in (drafter.lm, target):

@@ -146,7 +146,7 @@ def test_draft_in_turn_with_a_gpu_has_all_cores(machine):
     assert got.target.threads == got.draft.threads == 4
 
 
-def test_more_threads_than_cores_are_warned_of_by_the_mask(machine, caplog):
+def test_more_threads_than_cores_are_warned_of_by_the_mask(machine, caplog):  # E9
     machine(cores=(0, 1))
     got = chosen("cpu", target__threads=4)
     assert got.target.threads == 4
@@ -230,7 +230,7 @@ def test_bfloat16_on_a_cpu_that_emulates_it_is_warned_of(machine, caplog):
         ("auto", {"target__device": "cuda"}, ["hardware.target.device=cuda", "without CUDA", "use cpu"]),
     ],
 )
-def test_wrong_value_names_key_value_and_what_is_allowed(machine, profile, changes, words):
+def test_wrong_value_names_key_value_and_what_is_allowed(machine, profile, changes, words):  # F5
     machine()
     with pytest.raises(InputError) as error:
         chosen(profile, **changes)
@@ -289,7 +289,7 @@ def test_placed_restores_threads_and_masks_after_an_error():
     assert os.sched_getaffinity(0) == mask and torch.get_num_threads() == 2
 
 
-def test_thread_counts_of_a_sweep_in_one_process_are_in_force():
+def test_thread_counts_of_a_sweep_in_one_process_are_in_force():  # E10
     seen = []
     for threads in (1, 2, 8, 1):
         with placed(Place("cpu", "float32", threads, None)):

@@ -85,7 +85,7 @@ def test_git_tells_commit_and_dirt_of_the_package_alone(tmp_path):
 
 
 @pytest.mark.skipif(not machine._peak_resets(), reason="this system does not reset a process's peak")
-def test_peak_memory_is_each_jobs_own():
+def test_peak_memory_is_each_jobs_own():  # E7
     reset_peak_memory()
     before = peak_memory()["rss_bytes"]
     torch.ones(50_000_000).sum()  # 200 MB, given back to the system at once

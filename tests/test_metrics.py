@@ -72,17 +72,17 @@ def test_an_accepted_run_goes_over_rounds_but_not_over_answers() -> None:
     assert metrics.accepted_run([open_end]) is None
 
 
-def test_draft_efficiency_counts_what_was_drafted_in_vain() -> None:
+def test_draft_efficiency_counts_what_was_drafted_in_vain() -> None:  # E3
     assert metrics.draft_efficiency([decoding_of(ROUNDS, drafted=40)]) == 10 / 40
     assert metrics.draft_efficiency([decoding_of([round_of(1)])]) is None
 
 
-def test_sequences_are_a_histogram_over_passes() -> None:
+def test_sequences_are_a_histogram_over_passes() -> None:  # E3
     rounds = [round_of(1, sequences=count) for count in (0, 3, 3, 10)]
     assert metrics.sequences([decoding_of(rounds), decoding_of(rounds[:1])]) == {"0": 2, "3": 2, "10": 1}
 
 
-def test_a_round_of_four_tokens_in_40_ms_is_10_ms_a_token() -> None:
+def test_a_round_of_four_tokens_in_40_ms_is_10_ms_a_token() -> None:  # E2
     rounds = [round_of(4, start_s=1 + 0.04 * i) for i in range(10)]
     decoding = decoding_of(rounds, start_s=1)
     times = decoding.token_times_s()
@@ -91,7 +91,7 @@ def test_a_round_of_four_tokens_in_40_ms_is_10_ms_a_token() -> None:
     assert metrics.tokens_per_s([decoding]) == pytest.approx(100)
 
 
-def test_token_times_and_ttft_add_up_to_the_whole_time() -> None:
+def test_token_times_and_ttft_add_up_to_the_whole_time() -> None:  # E2
     sizes, starts = (1, 4, 2, 1, 3), (1.0, 1.2, 1.3, 1.5, 1.9)  # with waits between the passes
     rounds = [round_of(size, start_s=start) for size, start in zip(sizes, starts, strict=True)]
     decoding = decoding_of(rounds, start_s=0.9)
@@ -114,7 +114,7 @@ def pairs_of(ratios: Sequence[float]) -> list[Pair]:
     ]
 
 
-def test_speedup_of_autoregressive_over_itself_is_1() -> None:
+def test_speedup_of_autoregressive_over_itself_is_1() -> None:  # E1
     pairs = pairs_of([1.0] * 10)
     assert metrics.speedup(pairs) == 1
     assert metrics.interval(pairs) == (1, 1)
@@ -259,7 +259,7 @@ def test_equal_answers_are_equal_and_cost_no_pass() -> None:
         ("float32", 7.96875, "different"),  # what bfloat16 cannot tell, float32 can
     ],
 )
-def test_answers_that_part_within_the_dtypes_rounding_part_at_a_tie(dtype: str, rival: float, kind: str) -> None:
+def test_answers_that_part_within_the_dtypes_rounding_part_at_a_tie(dtype: str, rival: float, kind: str) -> None:  # A8
     target = Constant([0.0, 8.0, rival, 7.0], getattr(torch, dtype))
     found = compare(target, Sampler(), [0], [1, 1, 1], [1, 2, 3])
     assert (found.kind, found.position, found.tokens) == (kind, 1, (1, 2))

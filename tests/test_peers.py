@@ -135,7 +135,7 @@ def test_the_rounded_copy_is_the_draft_itself() -> None:
     assert "transformers' own model of layers:1" in planned("draft=assisted", "model.draft='layers:1'").notes[-1]
 
 
-def test_one_answer_leaves_no_habit_to_the_next() -> None:
+def test_one_answer_leaves_no_habit_to_the_next() -> None:  # A7
     ours, prompt = engine(limit=60), prompt_of(30)
     heuristic = "draft.drafter.num_assistant_tokens_schedule=heuristic"
     with peer("draft=assisted", heuristic, "model.draft='random:noise=0.3'") as method:
@@ -165,7 +165,7 @@ def test_what_a_peer_cannot_do_is_refused(overrides: list[str], said: str) -> No
 # llama.cpp
 
 
-def test_llama_cpp_is_asked_for_greedy_tokens(llama_cpp: Path) -> None:
+def test_llama_cpp_is_asked_for_greedy_tokens(llama_cpp: Path) -> None:  # C1
     ours = engine(limit=20, eos=[110])
     with peer("draft=llama_cpp") as method:
         told = ours.decode(method, prompt_of(9))

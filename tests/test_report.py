@@ -141,6 +141,8 @@ def test_who_wrote_each_token(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("no_pictures")
+# E12
+# E12
 def test_a_run_that_does_not_stand_is_left_out_and_told(tmp_path: Path, fault: dict[str, Any], reason: str) -> None:
     made(tmp_path / "good")
     made(tmp_path / "bad", **fault)
@@ -207,7 +209,7 @@ def test_tasks_seeds_and_trackers_make_no_method_and_labels_say_no_more_than_tel
     ]
 
 
-def test_another_machine_is_another_method_and_a_warning(tmp_path: Path) -> None:
+def test_another_machine_is_another_method_and_a_warning(tmp_path: Path) -> None:  # A9, E6
     made(tmp_path / "1")
     made(tmp_path / "2", machine__cpu="Another")
     assert [method.label for method in found(tmp_path)] == [
@@ -217,7 +219,7 @@ def test_another_machine_is_another_method_and_a_warning(tmp_path: Path) -> None
     assert "different machines" in " ".join(page.warnings(found(tmp_path)))
 
 
-def test_other_prompts_and_failed_ones_are_warned_of(tmp_path: Path) -> None:
+def test_other_prompts_and_failed_ones_are_warned_of(tmp_path: Path) -> None:  # E12
     made(tmp_path / "1", "vanilla")
     failed = [{"prompt": "x", "turn": 0, "reason": "long"}]
     made(tmp_path / "2", "dynamic", prompts=4, summary__failed=failed, summary__disturbed=["other programs took 9%"])
@@ -255,7 +257,7 @@ def test_few_prompts_have_no_interval_and_no_ties(tmp_path: Path) -> None:
     assert [(cell.text, cell.detail, cell.bold) for cell in shown] == [("2.00", "", True), ("1.99", "", False)]
 
 
-def test_an_interval_that_holds_1_says_that_there_is_no_difference(tmp_path: Path) -> None:
+def test_an_interval_that_holds_1_says_that_there_is_no_difference(tmp_path: Path) -> None:  # E5
     made(tmp_path / "a", "none", 1.0)
     [cell] = cells(tables.speedup(found(tmp_path)), "all")
     assert cell.detail == "1.00 to 1.00, no difference"
@@ -285,7 +287,7 @@ def test_a_ratio_takes_the_prompts_of_both_sides_alone(tmp_path: Path) -> None:
     assert speedups(one.pairs("qa"), two.pairs("rag")) is None
 
 
-def test_acceptance_by_position_counts_what_was_verified(tmp_path: Path) -> None:
+def test_acceptance_by_position_counts_what_was_verified(tmp_path: Path) -> None:  # E3
     table = tables.acceptance(found(made(tmp_path / "a")))
     assert table is not None
     assert [dict(fact) for fact in table.facts] == [

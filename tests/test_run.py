@@ -115,14 +115,14 @@ def test_an_output_that_is_not_the_targets_own_fails_the_run(
 
 
 @pytest.mark.parametrize("text", ("123E456", "1e3", "null", "007"))
-def test_a_name_that_looks_like_a_number_stays_a_name(
+def test_a_name_that_looks_like_a_number_stays_a_name(  # F4
     text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(monkeypatch, "--cfg", "job", f"name={text}") == 0
     assert OmegaConf.create(capsys.readouterr().out).name == text
 
 
-def test_the_shortest_run_has_every_figure(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shortest_run_has_every_figure(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # E4
     assert main(monkeypatch, *SHORT, "task.limit=1", "sampling.max_new_tokens=5", "draft=vanilla") == 0
     summary = summary_of(here)
     assert all(summary[name] is not None or summary["reasons"][name] for name in SUMMARY)
@@ -142,7 +142,7 @@ def asked(here: Path, *prompts: Sequence[str]) -> str:
     return f"task.path={here / 'asked.jsonl'}"
 
 
-def test_a_prompt_that_is_too_long_fails_and_the_others_run(
+def test_a_prompt_that_is_too_long_fails_and_the_others_run(  # E12
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = asked(here, ["a"], ["b" * 100], ["c" * 99])  # of a context of 101, BOS takes one and the answer one
@@ -417,7 +417,7 @@ REFUSED = [  # overrides; what the sentence must hold
 
 
 @pytest.mark.parametrize(("overrides", "words"), REFUSED, ids=lambda value: " ".join(value))
-def test_bad_input_is_refused_in_a_sentence_before_a_model_loads(
+def test_bad_input_is_refused_in_a_sentence_before_a_model_loads(  # A6, F2
     overrides: list[str],
     words: list[str],
     here: Path,
@@ -438,7 +438,7 @@ def test_bad_input_is_refused_in_a_sentence_before_a_model_loads(
 
 
 @pytest.mark.parametrize(("name", "words"), [("swapped", ["id 65", "'A'", "'B'"]), ("longer", ["259", "260"])])
-def test_a_pair_of_two_vocabularies_is_refused_unless_it_is_wanted(
+def test_a_pair_of_two_vocabularies_is_refused_unless_it_is_wanted(  # D1, D4
     name: str,
     words: list[str],
     other: dict[str, Path],
@@ -465,7 +465,7 @@ def test_a_pair_of_which_one_has_more_ids_drafts_with_those_of_both(
     assert (259 in said) == (side == "target"), "its own id is said by the target alone"
 
 
-def test_more_threads_than_cores_are_warned_of() -> None:
+def test_more_threads_than_cores_are_warned_of() -> None:  # E9
     threads = len(os.sched_getaffinity(0)) + 1
     notes = planned("hardware.target.threads=null", f"hardware.draft.threads={threads}").notes
     assert any(f"hardware.draft.threads={threads} are too many" in note for note in notes)
@@ -520,7 +520,7 @@ def two(commands: dict[str, tuple[Path, list[Any]]]) -> tuple[Path, list[tuple[s
     return folder, [(out, folder / out.splitlines()[-1]) for out, _, _ in ended]
 
 
-def test_two_runs_at_once_have_two_folders(two: tuple[Path, list[tuple[str, Path]]]) -> None:
+def test_two_runs_at_once_have_two_folders(two: tuple[Path, list[tuple[str, Path]]]) -> None:  # F6
     folder, runs = two
     assert len({place for _, place in runs}) == 2
     for _, place in runs:
@@ -528,7 +528,7 @@ def test_two_runs_at_once_have_two_folders(two: tuple[Path, list[tuple[str, Path
         assert len(lines(place / "prompts.jsonl")) == strict((place / "summary.json").read_text())["answers"]
 
 
-def test_a_run_prints_its_progress_a_table_the_verdict_and_last_its_folder(
+def test_a_run_prints_its_progress_a_table_the_verdict_and_last_its_folder(  # E5
     two: tuple[Path, list[tuple[str, Path]]],
 ) -> None:
     out, place = two[1][0]
@@ -551,7 +551,7 @@ def test_a_run_leaves_its_files(two: tuple[Path, list[tuple[str, Path]]]) -> Non
     assert sorted(os.sched_getaffinity(0)) == machine["cpu"]["cores"]
 
 
-def test_a_summary_has_what_was_asked_for(two: tuple[Path, list[tuple[str, Path]]]) -> None:
+def test_a_summary_has_what_was_asked_for(two: tuple[Path, list[tuple[str, Path]]]) -> None:  # E12
     place = two[1][0][1]
     summary = strict((place / "summary.json").read_text())
     assert summary.keys() >= SUMMARY
@@ -569,7 +569,7 @@ def test_a_summary_has_what_was_asked_for(two: tuple[Path, list[tuple[str, Path]
     assert sum(summary["sequences"].values()) == len(rounds)
 
 
-def test_a_multirun_has_a_folder_and_a_tracked_run_for_each_job(
+def test_a_multirun_has_a_folder_and_a_tracked_run_for_each_job(  # G1
     commands: dict[str, tuple[Path, list[Any]]],
 ) -> None:
     folder, [process] = commands["sweep"]

@@ -358,7 +358,7 @@ def test_quantised_weights_become_bfloat16(tmp_path: Path) -> None:
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)), logits(original))
 
 
-def test_converted_tokenizer_is_that_of_the_gguf(tmp_path: Path) -> None:
+def test_converted_tokenizer_is_that_of_the_gguf(tmp_path: Path) -> None:  # D2
     write_gguf(tmp_path / "tiny.gguf")
     tokenizer = AutoTokenizer.from_pretrained(resolve(str(tmp_path / "tiny.gguf")).path)
     assert tokenizer("<|im_start|>a<|im_end|>").input_ids == [1, 3 + ord("a"), 2]
@@ -369,7 +369,7 @@ def test_converted_tokenizer_is_that_of_the_gguf(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("pre", "tokens"), [("smollm", "a ĠĠ 1 2"), ("gpt-2", "a Ġ Ġ 1 2")])
-def test_digits_are_split_as_llama_cpp_splits_them(pre: str, tokens: str, tmp_path: Path) -> None:
+def test_digits_are_split_as_llama_cpp_splits_them(pre: str, tokens: str, tmp_path: Path) -> None:  # D2
     write_gguf(tmp_path / "tiny.gguf", pre=pre)
     tokenizer = AutoTokenizer.from_pretrained(resolve(str(tmp_path / "tiny.gguf")).path)
     assert tokenizer.tokenize("a  12") == tokens.split()

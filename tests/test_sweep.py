@@ -60,7 +60,7 @@ def records(here: Path) -> list[sweep.Job]:
 # How jobs end
 
 
-def test_a_job_that_dies_leaves_the_others_and_the_sweep_alive(
+def test_a_job_that_dies_leaves_the_others_and_the_sweep_alive(  # E8, F1, F11
     fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(monkeypatch, "-m", *SHORT, "draft.budget=-1,2,3,4,1,-3") == 1
@@ -76,7 +76,7 @@ def test_a_job_that_dies_leaves_the_others_and_the_sweep_alive(
     assert "5 failed, 1 done" in out
 
 
-def test_a_sweep_stops_at_a_failure_when_it_was_told_to(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_stops_at_a_failure_when_it_was_told_to(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # F1
     assert main(monkeypatch, "-m", *SHORT, "draft.budget=1,3,6", "sweep.on_error=stop") == 1
     assert [job.status for job in records(fake)] == ["done", "failed", "skipped"]
 
@@ -143,7 +143,7 @@ def until(holds: Callable[[], bool], seconds: float = 60) -> None:
 # Going on
 
 
-def test_a_killed_run_goes_on_with_its_next_prompt(
+def test_a_killed_run_goes_on_with_its_next_prompt(  # G5
     here: Path, monkeypatch: pytest.MonkeyPatch, listening: None
 ) -> None:
     """Its summary is then as if it had never been stopped, but for the times."""
@@ -236,7 +236,7 @@ def summary_of(here: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def test_a_baseline_is_kept_for_the_same_target_on_the_same_prompts_alone(
+def test_a_baseline_is_kept_for_the_same_target_on_the_same_prompts_alone(  # A9
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reused = {}
@@ -295,7 +295,7 @@ def test_a_dry_run_says_what_each_job_takes_and_starts_none(
     assert not (fake / "outputs" / "runs").exists() and "hello" not in capsys.readouterr().out
 
 
-def test_an_estimate_counts_the_weights_and_the_cache_of_both_models() -> None:
+def test_an_estimate_counts_the_weights_and_the_cache_of_both_models() -> None:  # C5
     plan = planned("model.target='random:layers=3,hidden=128'", "draft=vanilla", "sampling.max_new_tokens=100")
     models = [plan.target, plan.draft]
     stored = [estimate._stored(Path(model.checkpoint.path) / "model.safetensors") for model in models]
@@ -304,7 +304,7 @@ def test_an_estimate_counts_the_weights_and_the_cache_of_both_models() -> None:
     assert estimate.cache_bytes(plan.target, "float32", 10) == 2 * 3 * 10 * 64 * 4, "two of its four heads have keys"
 
 
-def test_jobs_of_one_machine_wait_for_each_other_or_share_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_of_one_machine_wait_for_each_other_or_share_no_core(monkeypatch: pytest.MonkeyPatch) -> None:  # F12
     with slots.taken(2) as first, slots.taken(2) as second:
         assert set(first.cores or ()) & set(second.cores or ()) == set() and first != second
         assert len(first.cores or ()) == len(second.cores or ())
@@ -322,7 +322,7 @@ def test_jobs_of_one_machine_wait_for_each_other_or_share_no_core(monkeypatch: p
         assert whole == slots.Slot(None, None)
 
 
-def test_each_slot_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_slot_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:  # F12
     monkeypatch.setattr(slots.machine, "gpus", lambda: 2)
     monkeypatch.setattr(slots.machine, "mask", lambda: tuple(range(5)))
     assert [slots.part(number, 2) for number in (0, 1)] == [slots.Slot((0, 1), 0), slots.Slot((2, 3), 1)]
@@ -330,7 +330,7 @@ def test_each_slot_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert sweep._visible(1) == "7"
 
 
-def test_prompts_can_be_made_of_a_length() -> None:
+def test_prompts_can_be_made_of_a_length() -> None:  # E11
     given = composed("task=mini", "task.limit=3", "task.prompt_tokens=300", "task.text=null")
     plan = runner.prepare(given, CONF / "hardware")
     lengths = [len(templates.encode(plan.target.tokenizer, "auto", prompt)) for prompt in plan.prompts]
@@ -340,7 +340,7 @@ def test_prompts_can_be_made_of_a_length() -> None:
         runner.prepare(composed("task=mini", "task.prompt_tokens=3", "task.text=null"), CONF / "hardware")
 
 
-def test_long_values_and_slashes_make_no_folder(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_values_and_slashes_make_no_folder(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # F7
     text = f"task.text='{'a/b ' * 100}','c'"
     settings = [each for each in SHORT if not each.startswith("task.")]
     assert main(monkeypatch, "-m", *settings, "task=prompt", text, "draft.budget=1") == 0
@@ -349,7 +349,7 @@ def test_long_values_and_slashes_make_no_folder(fake: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("choice", ("hydra/launcher=joblib", "hydra/sweeper=optuna"))
-def test_a_plugin_that_is_not_here_is_named(
+def test_a_plugin_that_is_not_here_is_named(  # F8
     choice: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = Plugins.instance().class_name_to_class

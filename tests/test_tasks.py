@@ -124,7 +124,7 @@ def test_mini_has_eight_of_each_kind_and_no_warm_up_prompt() -> None:
     assert len(WARMUP) >= 2 and not asked & {turn for prompt in WARMUP for turn in prompt.turns}
 
 
-def test_mini_needs_neither_network_nor_datasets() -> None:
+def test_mini_needs_neither_network_nor_datasets() -> None:  # H3
     assert python(MINI_ALONE, str(YAMLS[0].parent / "mini.yaml")) == ["14"]
 
 
@@ -308,7 +308,7 @@ print(len(load(qa)), "from the cache")
 """
 
 
-def test_public_sources_offline_name_the_way_out_or_come_from_the_cache(tmp_path: Path) -> None:
+def test_public_sources_offline_name_the_way_out_or_come_from_the_cache(tmp_path: Path) -> None:  # H1
     home = tmp_path / "home"
     places = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(home), "HF_DATASETS_CACHE": str(home / "datasets")}
     *refusals, cached = python(UNREACHABLE, spec_bench(tmp_path / "question.jsonl"), *map(str, PUBLIC), **places)
@@ -329,7 +329,7 @@ def test_human_eval_is_asked_for_by_name_configuration_and_split(monkeypatch: py
     assert asked == [(("openai/openai_humaneval", "openai_humaneval"), {"split": "test"})]  # and no script is trusted
 
 
-def test_a_data_set_without_configuration_is_refused() -> None:
+def test_a_data_set_without_configuration_is_refused() -> None:  # H2
     with pytest.raises(InputError, match=r"task\.subset=NAME"):
         load(task_of("humaneval", subset=None))
 
@@ -337,7 +337,7 @@ def test_a_data_set_without_configuration_is_refused() -> None:
 # --- templates ---
 
 
-def test_chat_has_one_bos_whoever_brings_it() -> None:
+def test_chat_has_one_bos_whoever_brings_it() -> None:  # D3
     by_template, by_tokenizer = tokenizer_of(LLAMA_3), tokenizer_of(LLAMA_3.removeprefix("{{ bos_token }}"))
     expected = (
         f"{BOS}<|start_header_id|>user<|end_header_id|>\n\nWhy?{EOS}<|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -348,7 +348,7 @@ def test_chat_has_one_bos_whoever_brings_it() -> None:
 
 
 @pytest.mark.parametrize("text", ["Why?", f"{BOS}Why?"])
-def test_raw_text_has_one_bos(text: str) -> None:
+def test_raw_text_has_one_bos(text: str) -> None:  # D3
     tokenizer = tokenizer_of()
     ids = encode(tokenizer, "auto", prompt_of("prompt", text))
     assert ids.count(tokenizer.bos_token_id) == 1 and text_of(tokenizer, ids) == f"{BOS}Why?"
@@ -443,7 +443,7 @@ def test_a_template_with_a_date_gives_the_same_prompt_every_day() -> None:
     assert text_of(tokenizer, encode(tokenizer, "chat", prompt_of("qa"))).startswith(f"{BOS}26 Jul 2024: ")
 
 
-def test_the_shortest_prompts() -> None:
+def test_the_shortest_prompts() -> None:  # B4
     plain, silent = tokenizer_of(adds="$A"), tokenizer_of(adds="$A")
     assert len(encode(plain, "plain", prompt_of("prompt", "a"))) == 1
     assert encode(tokenizer_of(), "plain", prompt_of("prompt", BOS)) == [plain.bos_token_id]
@@ -455,7 +455,7 @@ def test_the_shortest_prompts() -> None:
 # --- what is recorded ---
 
 
-def test_template_hash_tells_templates_apart() -> None:
+def test_template_hash_tells_templates_apart() -> None:  # D3
     chat, plain = tokenizer_of(LLAMA_3), tokenizer_of()
     assert template_hash(chat, "auto") == template_hash(chat, "chat") == template_hash(tokenizer_of(LLAMA_3), "chat")
     others = [tokenizer_of(LLAMA_3.replace("\n\n", "\n")), tokenizer_of(LLAMA_3, adds="$A")]

@@ -27,8 +27,9 @@ from duoexp import dashboard, tracking
 from duoexp.config import InputError
 from duoexp.hardware import Place, placed
 from duoexp.local_tracking import Trackio
+from duoexp.masking import masked
 from duoexp.summary import FIGURES
-from duoexp.tracking import NoTracker, Wandb, masked
+from duoexp.tracking import NoTracker, Wandb
 
 CONF = Path(__file__).parents[1] / "conf" / "tracker"
 CONNECT_ANYWHERE = socket.socket.connect  # before the tests' own takes its place
@@ -99,7 +100,7 @@ def test_unknown_mode_is_refused():
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_two_runs_of_one_process_have_their_own_ids_and_configs(tmp_path, finished):
+def test_two_runs_of_one_process_have_their_own_ids_and_configs(tmp_path, finished):  # G1
     for job in ("first", "second"):
         folder = tmp_path / job
         folder.mkdir()
@@ -188,7 +189,7 @@ def traced(folder: Path, script: str) -> tuple[subprocess.CompletedProcess[str],
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace to see what W&B's service connects to")
-def test_offline_reaches_for_no_network_prints_nothing_and_keeps_the_exit_code(tmp_path):
+def test_offline_reaches_for_no_network_prints_nothing_and_keeps_the_exit_code(tmp_path):  # H4
     for job in ("finished", "left"):
         (tmp_path / job).mkdir()
     assert traced(tmp_path, CONNECT)[1]  # the trace would show it
@@ -217,7 +218,7 @@ def test_wrong_project_is_refused(tmp_path):
         Wandb(project="a/b").start(tmp_path, "group", "vanilla", {})
 
 
-def test_online_without_a_network_goes_on_offline(tmp_path, monkeypatch, said, capfd):
+def test_online_without_a_network_goes_on_offline(tmp_path, monkeypatch, said, capfd):  # G3
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
     tracker = Wandb(mode="online")
@@ -309,7 +310,7 @@ def tracked(folder, tracker, code=0, **summary):
     return run
 
 
-def test_service_gets_the_run_its_config_figures_pictures_texts_and_files(tmp_path, service, said):
+def test_service_gets_the_run_its_config_figures_pictures_texts_and_files(tmp_path, service, said):  # E4, G2
     run = tracked(made(tmp_path / "a"), Wandb(mode="online", project="p", tags=("tiny", "cpu", "cpu")))
     announced = service.runs[run]
     assert (announced["groupName"], announced["jobType"], announced["displayName"]) == ("a-sweep", "vanilla", "a")
@@ -342,7 +343,7 @@ def test_a_run_without_answers_is_closed_all_the_same(tmp_path, service, said):
     assert service.exits == {run: 1} and not said()
 
 
-def test_files_of_offline_runs_hold_all_and_a_sync_sends_each_run_once(tmp_path, service):
+def test_files_of_offline_runs_hold_all_and_a_sync_sends_each_run_once(tmp_path, service):  # G5
     folder = made(tmp_path / "a")
     run = tracked(folder, Wandb(tags=("tiny",)))
     written(folder)
@@ -374,7 +375,7 @@ def test_files_of_offline_runs_hold_all_and_a_sync_sends_each_run_once(tmp_path,
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
-def test_a_run_that_goes_on_in_another_process_stays_one_run(tmp_path, service, mode):
+def test_a_run_that_goes_on_in_another_process_stays_one_run(tmp_path, service, mode):  # G5
     folder = made(tmp_path / "a")
     first = tracked(folder, Wandb(mode=mode), 1, status="interrupted")
     second = tracked(folder, Wandb(mode=mode))
@@ -483,7 +484,7 @@ passwordless budget
 
 
 @pytest.mark.parametrize("key", SECRETS.split())
-def test_secret_is_masked(key):
+def test_secret_is_masked(key):  # G2
     config = {"hub": [{key: "hunter2", "other": 1}], key: {"deep": "hunter2"}}
     assert masked(config) == {"hub": [{key: "***", "other": 1}], key: "***"}
     assert "hunter2" in json.dumps(config)  # the caller's own is left as it was
@@ -518,7 +519,7 @@ def test_waits_for_a_service_add_up_to_ten_seconds():
     assert tracking.EXTRAS_S + tracking.FINISH_S < 10
 
 
-def test_a_service_that_never_answers_costs_the_exit_no_more_than_the_stated_waits(tmp_path):
+def test_a_service_that_never_answers_costs_the_exit_no_more_than_the_stated_waits(tmp_path):  # G3
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout
@@ -530,7 +531,7 @@ def test_a_service_that_never_answers_costs_the_exit_no_more_than_the_stated_wai
     assert took_s < 2 + 5, "five more for a machine that is busy"
 
 
-def test_a_home_that_cannot_be_written_costs_nothing(tmp_path):
+def test_a_home_that_cannot_be_written_costs_nothing(tmp_path):  # G3
     home = tmp_path / "home"
     home.write_text("a file: not even the administrator can write below it")
     folder = made(tmp_path / "a")
@@ -569,7 +570,7 @@ def words(parameters):
 @pytest.mark.parametrize(
     "path", sorted((CONF.parents[1] / "sweeps" / "wandb").glob("*.yaml")), ids=lambda path: path.stem
 )
-def test_a_sweep_of_wandb_makes_commands_that_compose(path):
+def test_a_sweep_of_wandb_makes_commands_that_compose(path):  # G4
     from wandb.sdk.launch.sweeps.utils import load_sweep_config
 
     assert path.read_text().startswith("# ")
@@ -579,7 +580,7 @@ def test_a_sweep_of_wandb_makes_commands_that_compose(path):
     assert config.tracker.name == "wandb" and config.name == f"wandb-{path.stem}"
 
 
-def test_values_reach_hydra_by_the_rule_that_the_sweep_files_give():
+def test_values_reach_hydra_by_the_rule_that_the_sweep_files_give():  # G4
     given = {"task.text": "one string", "sampling.stop": "[a,b]", "task.limit": "null", "resume": True}
     given |= {"sampling.top_p": 1e-4, "name": "'a-b'", "task.split": "'a = b'"}
     config = composed(*words({name: {"value": value} for name, value in given.items()}))

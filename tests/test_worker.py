@@ -6,6 +6,7 @@ No order of events is left to a clock: a drafter stops at gates, which are files
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -142,6 +143,20 @@ def test_q_arrives_with_a_sampled_draft(worker: Process) -> None:
     torch.testing.assert_close(draft.probs, torch.cat([torch.full((1, 1000), 0.001), torch.eye(1000)[:3]]))
 
 
+def test_it_has_read_what_the_target_has_whatever_was_taken_back(worker: Process) -> None:  # A4
+    for length in (16, 20, 3, 5, 30, 1):
+        context = [length, *range(length)]
+        worker.ask(context, Draft(), 1)
+        assert worker.answer().tokens == (said(context, 0),)
+
+
+def test_it_talks_over_a_pipe_that_it_inherits_and_has_no_port(worker: Process) -> None:
+    for pid in (worker.pid, os.getpid()):
+        assert not [each for each in psutil.Process(pid).net_connections("inet") if each.status == psutil.CONN_LISTEN]
+    with socket.socket(fileno=os.dup(worker._pipe.fileno())) as pipe:
+        assert pipe.family == socket.AF_UNIX and not pipe.getsockname(), "it has no name that others could connect to"
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_first_token_comes_before_the_drafts_answer(schedule: str, worker: Process, gates: Path) -> None:
     (gates / "shut-1").touch()
@@ -185,7 +200,7 @@ def test_the_parent_sleeps_while_it_waits(worker: Process, gates: Path) -> None:
     assert waited > 0.4 and busy < waited / 4
 
 
-def test_at_rest_it_is_idle_and_has_forgotten_the_prompt(worker: Process, gates: Path) -> None:
+def test_at_rest_it_is_idle_and_has_forgotten_the_prompt(worker: Process, gates: Path) -> None:  # E6
     worker.ask([1], Draft(), 3)
     work = worker.rest()
     assert (gates / "cleared").exists()
@@ -257,7 +272,7 @@ def test_an_inline_drafter_fails_in_the_same_way(kind: str, tmp_path: Path) -> N
         worker.answer()
 
 
-def test_an_id_beyond_the_vocabulary_is_refused_and_the_process_ends(tmp_path: Path) -> None:
+def test_an_id_beyond_the_vocabulary_is_refused_and_the_process_ends(tmp_path: Path) -> None:  # B6
     worker = fresh(tmp_path)
     worker.ready()
     worker.ask([STRANGE], Draft(), 2)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from duoexp import machine, summary, terminal
 from duoexp.compare import table
-from duoexp.compare.settings import CompareConfig, entries, experiment
+from duoexp.compare.settings import CompareConfig, entries, experiment, without_secrets
 from duoexp.config import InputError
 from duoexp.engine import Engine, Method
 from duoexp.errors import sentence
@@ -72,6 +72,7 @@ def run(cfg: DictConfig, profiles: Path) -> dict[str, Any]:
     entrants = _entrants(cfg, settings, profiles, results)
     first, shown = entrants[0].plan, terminal.console()
     resolved: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    resolved |= {key: [without_secrets(entry) for entry in resolved[key]] for key in ("methods", "peers")}
     record = Record(new_folder(_folder(settings), digest(resolved)), resolved)
     about = {key: value for key, value in first.about(0).items() if key in ABOUT} | {"draft": settings.model.draft}
     try:
@@ -115,9 +116,9 @@ def _entrants(cfg: DictConfig, settings: CompareConfig, profiles: Path, results:
         try:
             plan = prepare(experiment(cfg, entry), profiles)
         except Unavailable as error:
-            results.absent[entry] = str(error)
+            results.absent[without_secrets(entry)] = str(error)
             continue
-        place = place_of(plan)
+        entry, place = without_secrets(entry), place_of(plan)
         alone = isinstance(plan.drafter, Peer) or entry == "none"
         entrants.append(Entrant(entry, entry, plan, place, _cores(plan.hardware, place, alone)))
         wide = _everywhere(place)

@@ -8,6 +8,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from duoexp.config import HardwareConfig, InputError, ModelConfig, SamplingConfig, TaskConfig
+from duoexp.masking import masked_override
 
 SHARED = ("name", "output_dir", "model", "hardware", "task", "sampling")  # with every experiment's config
 
@@ -40,6 +41,13 @@ def entries(settings: CompareConfig) -> list[str]:
             "peers draw with random numbers of their own; set sampling.temperature=0"
         )
     return named
+
+
+def without_secrets(entry: str) -> str:
+    """As it is told and written: with *** for the secrets among its overrides."""
+    parts = shlex.split(entry)
+    hidden = [masked_override(part) for part in parts]
+    return entry if hidden == parts else " ".join(hidden)
 
 
 def experiment(cfg: DictConfig, entry: str) -> DictConfig:

@@ -11,6 +11,7 @@ from duoexp.__main__ import CONF, DEBUGGING
 from duoexp.config import InputError
 from duoexp.distill.settings import register
 from duoexp.errors import is_input
+from duoexp.masking import masked_override
 
 register()
 _failed: list[Exception] = []  # at most one: Hydra would print a traceback of it
@@ -20,7 +21,7 @@ _failed: list[Exception] = []  # at most one: Hydra would print a traceback of i
 def launch(cfg: DictConfig) -> None:
     from duoexp.distill.recipe import run  # not before Hydra has answered --help and the like: torch takes seconds
 
-    command = " ".join(["python -m duoexp.distill", *HydraConfig.get().overrides.task])
+    command = " ".join(["python -m duoexp.distill", *map(masked_override, HydraConfig.get().overrides.task)])
     told(lambda: print(run(cfg, command)))  # type: ignore[arg-type]
 
 

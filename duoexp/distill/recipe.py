@@ -26,6 +26,7 @@ from duoexp.lm import load, sources
 from duoexp.lm.copying import Copier
 from duoexp.lm.distilled import About
 from duoexp.lm.tokenizer import tokenizer_hash
+from duoexp.masking import masked
 from duoexp.tracking import Tracker
 
 FIT_TOKENS = 24_000  # of text, that the untrained student is fitted on
@@ -149,7 +150,7 @@ def _until(rows: Iterable[torch.Tensor], tokens: int) -> Iterator[torch.Tensor]:
 
 def _same(path: Path, cfg: DistillConfig) -> None:
     """Notes the settings of a new run; one that goes on must have the same."""
-    now: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    now = masked(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
     flat = {
         key: value for key, value in _flat(now) if not any(key == free or key.startswith(f"{free}.") for free in FREE)
     }

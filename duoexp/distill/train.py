@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -259,7 +260,7 @@ class Trainer:
             self._optimizer.load_state_dict(state["optimizer"])
             self.average, self.step = state["average"], state["step"]
             self.curve.points = [Point(**point) for point in state["curve"]]
-        except (RuntimeError, KeyError, ValueError, EOFError) as error:
+        except (RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as error:
             raise InputError(f"{path} is no checkpoint of this run ({error}); remove it to begin anew") from error
 
 

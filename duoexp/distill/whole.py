@@ -52,11 +52,16 @@ def whole(source: str, target: PreTrainedModel, vocabulary: int, seed: int) -> W
     if (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     else:
         place = sources.resolve(source)
         model = AutoModelForCausalLM.from_pretrained(
-            place.path, revision=place.revision, dtype=torch.float32, use_safetensors=True
+            place.path,
+            revision=place.revision,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
         )
     if model.config.vocab_size < vocabulary:
         raise InputError(

@@ -16,6 +16,7 @@ class CausalLM(Protocol):
 
     vocabulary: int  # ids below it are tokens; further rows of the weights are padding
     context_size: int  # tokens
+    kernel: str  # whose pass it is, and with which attention
 
     def logits(self, context: Sequence[int], draft: Draft = Draft(), rows: Sequence[int] | None = None) -> Tensor:
         """[rows, vocabulary]. Row 0 follows the context, row i + 1 follows node i; `rows` picks some, None takes all.
@@ -32,8 +33,11 @@ class CausalLM(Protocol):
 class CachedLM(ABC):
     """The bookkeeping of a cache: which slot holds which token of the context and which node of the draft.
 
-    A model adds `run` and `keep`. The context always lies in the first slots, in order; nodes lie behind it in any.
+    A model adds `run`, `keep` and its `kernel`. The context always lies in the first slots, in order; nodes lie behind
+    it in any.
     """
+
+    kernel = ""
 
     def __init__(self, vocabulary: int, context_size: int) -> None:
         self.vocabulary, self.context_size = vocabulary, context_size

@@ -60,9 +60,9 @@ def _model(file: Path) -> PreTrainedModel:
     # bfloat16 for quantised blocks: its rounding stays below that of 8 bits or fewer, it takes half the disk of
     # float32, and unlike float16 it cannot overflow. Floats keep the type that they have in the file.
     dtype = GgufHeader.from_file(str(file)).dtype or torch.bfloat16
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     with quiet():
         read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model, torch_dtype=dtype)
     model.load_state_dict(read["tensors"], strict=False, assign=True)

@@ -132,6 +132,7 @@ class CopyingLM:
 
     def __init__(self, lm: CausalLM, copier: Copier, vocabulary: int, ids: Tensor, bias: Tensor) -> None:
         self.lm, self.copier, self.vocabulary, self.context_size = lm, copier, vocabulary, lm.context_size
+        self.kernel = lm.kernel
         self._ids, self._bias = ids, bias.float()
 
     def logits(self, context: Sequence[int], draft: Draft = Draft(), rows: Sequence[int] | None = None) -> Tensor:

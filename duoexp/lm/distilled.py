@@ -63,7 +63,7 @@ def load_draft(
     that it was not made for.
     """
     place = target if isinstance(target, str) else target.name_or_path
-    config = draft_config(folder, tokenizer or AutoTokenizer.from_pretrained(place))
+    config = draft_config(folder, tokenizer or AutoTokenizer.from_pretrained(place, trust_remote_code=False))
     about = About(**config.duoexp)
     tensors = _dequantised(folder, dtype)
     copier = make_copier(about, tensors)
@@ -103,7 +103,12 @@ def draft_config(folder: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     """
     if not is_draft(folder):
         raise InputError(f"{folder} holds no draft that `python -m duoexp.distill` wrote; check its path")
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:  # of an unknown architecture, or one that brings code
+        raise InputError(
+            f"{folder / CONFIG} names no model ({' '.join(str(error).split())}); make the draft anew"
+        ) from error
     try:
         about = About(**config.duoexp)
     except TypeError as error:
@@ -157,7 +162,9 @@ def _rows(target: PreTrainedModel | str) -> tuple[Tensor, Tensor]:
             if "model.embed_tokens.weight" in names:
                 embedding = weights.get_tensor("model.embed_tokens.weight")
                 return embedding, weights.get_tensor("lm_head.weight") if "lm_head.weight" in names else embedding
-    model: Any = AutoModelForCausalLM.from_pretrained(target) if isinstance(target, str) else target
+    model: Any = target
+    if isinstance(target, str):
+        model = AutoModelForCausalLM.from_pretrained(target, use_safetensors=True, trust_remote_code=False)
     return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
 
 
@@ -169,6 +176,6 @@ def empty(config: PreTrainedConfig, layers: int) -> PreTrainedModel:
         config.layer_types = config.layer_types[:layers]
     vocabulary, config.vocab_size, config.pad_token_id = config.vocab_size, 1, None  # the real one would cost seconds
     with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model.config.vocab_size = vocabulary
     return model

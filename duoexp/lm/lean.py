@@ -182,6 +182,8 @@ class Layer:
 class LeanLM(CachedLM):
     """A Llama, Mistral, Qwen2 or Qwen3 model, batch 1, with its weights as they are or rounded."""
 
+    kernel = "lean"
+
     def __init__(
         self,
         embedding: Tensor,

@@ -1,5 +1,6 @@
 """From a checkpoint to a tokenizer and to a model on its device. Every call into the hub is made here."""
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,9 +68,13 @@ def describe(
     if target is not None and is_draft(Path(checkpoint.path)):
         config = draft_config(Path(checkpoint.path), target.tokenizer)
         return replace(target, source=source, checkpoint=replace(checkpoint, base=target.checkpoint), config=config)
-    where = {"revision": checkpoint.revision, "trust_remote_code": trust_remote_code}
-    config = _reached(source, lambda: AutoConfig.from_pretrained(checkpoint.path, **where))
-    tokenizer = _reached(source, lambda: AutoTokenizer.from_pretrained(checkpoint.path, **where))
+    path, revision, trusted = checkpoint.path, checkpoint.revision, trust_remote_code
+    config = _reached(source, lambda: AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trusted))
+    if "/" in str(config._attn_implementation) and not trusted:
+        config._attn_implementation = None  # a hub's kernel, which is code
+    tokenizer = _reached(
+        source, lambda: AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trusted)
+    )
     if checkpoint.layers is not None:
         text = config.get_text_config(decoder=True)
         text.num_hidden_layers = checkpoint.layers
@@ -182,7 +187,7 @@ def _reached(source: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the latter two: weights that don't fit
-        reason = " ".join(str(error).split())
+        reason = textwrap.shorten(str(error), 600)  # some list every architecture there is
         raise InputError(
             f"model {source!r} cannot be loaded ({reason}); check its name and revision, that you may read it "
             "(`hf auth login` for a gated one), and the network, or give a local folder"

@@ -18,6 +18,7 @@ FORMS = (
     "wheel:NAME==VERSION#sha256=HEX, random:KEY=VALUE,..., or as a draft distilled, layers:N or self[:BITS]"
 )
 PACKAGED = Path(__file__).parents[1] / "data" / "drafts"  # a folder a draft that ships with the package
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _FORMAT = 1  # of what the cache holds: raise it when `convert` or `random_models` writes something else than before
 
 _HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -91,11 +92,8 @@ def _folder(path: Path) -> Checkpoint:
     lacking = [] if (path / "config.json").is_file() else ["config.json"]
     if not any(path.glob("*.safetensors")):
         lacking.append("*.safetensors")
-        if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
-            raise InputError(
-                f"{path} holds pickled weights, which can run code when read; weights must be safetensors or GGUF: "
-                "save the model again with save_pretrained"
-            )
+        if pickles := sorted(file for file in path.glob("*") if file.suffix in PICKLED):
+            raise _pickled(pickles[0])
     if lacking:
         gguf = any(path.glob("*.gguf"))
         way_out = "give the path of the file" if gguf else "give a folder that save_pretrained wrote"
@@ -103,7 +101,16 @@ def _folder(path: Path) -> Checkpoint:
     return Checkpoint(str(path.absolute()))
 
 
+def _pickled(file: Path) -> InputError:
+    return InputError(
+        f"{file} holds pickled weights, which can run code when read; weights must be safetensors or GGUF: "
+        "save the model again with save_pretrained"
+    )
+
+
 def _file(path: Path) -> Checkpoint:
+    if path.suffix in PICKLED:
+        raise _pickled(path)
     if path.suffix.lower() != ".gguf":
         raise InputError(f"{path} is a file, but no .gguf; give a folder of safetensors or a GGUF file")
     # The hash of what identifies the file, not of its content: to read tens of gigabytes at every start would cost

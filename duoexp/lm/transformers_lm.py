@@ -13,6 +13,7 @@ class TransformersLM(CachedLM):
         config = model.config.get_text_config(decoder=True)
         super().__init__(vocabulary, config.max_position_embeddings)
         self.model = model.eval()
+        self.kernel = f"transformers, {config._attn_implementation} attention"
         self._cache = BufferCache(config)
 
     def run(self, tokens: list[int], positions: list[int], hidden: Tensor | None, places: list[int]) -> Tensor:
