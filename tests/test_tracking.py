@@ -648,7 +648,8 @@ def test_trackio_without_its_package_names_the_extra(monkeypatch):
 
 def test_ctrl_c_in_the_midst_of_a_run_is_told_to_the_service(tmp_path, service):
     """As a terminal does it: every process of the group is interrupted, W&B's service too."""
-    words = ["model=tiny", "hardware=cpu", "tracker=wandb", "draft=vanilla", "task.limit=14", f"output_dir={tmp_path}"]
+    words = ["model=tiny", "hardware=cpu", "tracker=wandb", "draft=vanilla", "task.limit=56", f"output_dir={tmp_path}"]
+    words += ["sampling.max_new_tokens=256", "sampling.ignore_eos=true"]  # longer than any machine takes to get there
     environment = os.environ | {"PYTHONPATH": str(CONF.parents[1]), "MPLCONFIGDIR": FONTS}
     command = [sys.executable, "-m", "duoexp", *words]
     run = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True)
