@@ -13,7 +13,7 @@ class Size:
     tokens: int  # of all sequences together
     why: str
     sequences: int | None = None  # so many, whatever the policy says; None: as many as the policy says
-    waits: bool = True  # for all of them; else the target takes what is there when its pass is over
+    waits: bool = True  # for all of them; else no more steps begin when the target's pass is over
 
 
 UNASKED = Size(0, "")
@@ -49,7 +49,11 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Deadline:
-    """Drafts until the target's pass is over, `most` tokens at most; then the target takes what is there."""
+    """Drafts until the target's pass is over, `most` tokens at most.
+
+    The target waits for the step under way, which would be lost otherwise, unless it is the first of its draft: where
+    a step takes longer than a pass, nothing is waited for.
+    """
 
     most: int
 

@@ -97,7 +97,9 @@ def overlapped(
             return
         context += verdict.tokens
         start = time.perf_counter()
-        ahead = worker.answer(None if size.waits and not verdict.rejected else 0)
+        if not size.waits and not verdict.rejected:
+            worker.enough()
+        ahead = worker.answer(0 if verdict.rejected else None)
         arrival = _arrival(ahead, pending, verdict, time.perf_counter() - start)
         worker.observe(pending, verdict, logits)
         pending = ahead.after(verdict.tokens)

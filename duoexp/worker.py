@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -70,6 +70,10 @@ class Worker(Protocol):
         """
         ...
 
+    def enough(self) -> None:
+        """Makes the draft whole with the step under way; before its first step is done, with nothing."""
+        ...
+
     def answer(self, at_least: int | None = None) -> Draft:
         """`pending` with what was drafted. Waits for the whole budget (None) or for so many tokens; 0 never waits."""
         ...
@@ -110,6 +114,10 @@ class Inline:
     def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
         if self.drafter.observes:
             self.drafter.observe(draft, verdict, logits.argmax(-1).tolist())
+
+    def enough(self) -> None:
+        context, pending, _, depth, sequences = self._question
+        self._question = (context, pending, 0, depth, sequences)  # no step is ever under way
 
     def answer(self, at_least: int | None = None) -> Draft:
         context, pending, budget, depth, sequences = self._question
@@ -170,6 +178,9 @@ class Continuing:
     def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
         self._try(lambda worker: worker.observe(draft, verdict, logits), None)
 
+    def enough(self) -> None:
+        self._try(lambda worker: worker.enough(), None)
+
     def answer(self, at_least: int | None = None) -> Draft:
         return self._try(lambda worker: worker.answer(at_least), self._pending)
 
@@ -197,11 +208,15 @@ class Continuing:
 
 
 _Observed = tuple[Draft, Verdict, list[int]] | None  # the arguments of `Drafter.observe`
+_ENOUGH = "enough"  # the message that ends a draft with the step under way
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """News of a question: the nodes that were added, the steps that it took, and whether these were the last."""
+    """News of a question: the steps since the last news, the nodes that they added, and whether these were the last.
+
+    Nodes with q come when the draft is whole: its rows, of vocabulary size, would fill the pipe and stop the drafter.
+    """
 
     question: int
     part: Draft
@@ -234,7 +249,7 @@ class Process:
         self._observed: _Observed = None
         self._question, self._sent = 0, list[int]()
         self._pending, self._draft = Draft(), Draft()
-        self._asked, self._whole = False, True
+        self._asked, self._begun, self._whole = False, False, True
         self._work = Work()
 
     @property
@@ -262,10 +277,17 @@ class Process:
         known = len(self._sent) if list(context[: len(self._sent)]) == self._sent else 0
         self._sent = list(context)
         self._pending = self._draft = pending
-        self._asked, self._whole = budget > 0 and depth != 0, False
+        self._asked, self._begun, self._whole = budget > 0 and depth != 0, False, False
         observed, self._observed = self._observed, None
         asked = (_bare(pending), budget, depth)
         self._send((self._question, known, self._sent[known:], observed, sequences, asked))
+
+    def enough(self) -> None:
+        self._drain()
+        if not self._begun:
+            self._asked = False
+        elif not self._whole:
+            self._send(_ENOUGH)
 
     def answer(self, at_least: int | None = None) -> Draft:
         if self._asked:  # else there is nothing to wait for
@@ -312,7 +334,7 @@ class Process:
         if message.question != self._question:
             return False
         _check_ids(message.part.tokens, self._vocabulary)
-        self._draft, self._whole = self._draft.join(message.part), message.last
+        self._draft, self._begun, self._whole = self._draft.join(message.part), True, message.last
         return True
 
     def _send(self, message: object) -> None:
@@ -382,39 +404,45 @@ def _serve(pipe: Connection, build: Callable[[], Drafter], placed: Callable[[], 
 
 def _answer_all(pipe: Connection, drafter: Drafter) -> None:
     context: list[int] = []
-    while (question := pipe.recv()) is not None:
-        number, known, news, observed, sequences, asked = question
+    message = pipe.recv()
+    while message is not None:
+        if message == _ENOUGH:  # of a draft that was whole by itself
+            message = pipe.recv()
+            continue
+        number, known, news, observed, sequences, asked = message
         context = context[:known] + news
         if observed:
             drafter.observe(*observed)
         drafter.shape(sequences)
         if context:
-            _answer(pipe, number, drafter.propose(context, *asked), asked[0])
+            message = _answer(pipe, number, drafter.propose(context, *asked), asked[0])
         else:
             drafter.clear()
-            _answer(pipe, number, iter(()), asked[0])
+            message = _answer(pipe, number, iter(()), asked[0])
 
 
-def _answer(pipe: Connection, number: int, steps: Iterator[Draft], pending: Draft) -> None:
-    """Sends what each step adds, and stops between two steps when a new question waits.
-
-    A draft with q is sent when it is whole: its rows, of vocabulary size, would fill the pipe and stop the drafter.
-    """
+def _answer(pipe: Connection, number: int, steps: Iterator[Draft], pending: Draft) -> Any:
+    """Sends what each step adds, and stops between two steps when there is a message; returns the next question."""
     draft, sent = pending, len(pending)
     spans: list[Span] = []
     begun = time.perf_counter()
 
     def send(part: Draft, last: bool) -> None:
-        nonlocal sent
         pipe.send(_Answer(number, part, tuple(spans), last, time.perf_counter()))
-        sent = len(draft)
         spans.clear()
 
     for draft in steps:
         spans.append((begun, time.perf_counter()))
         if pipe.poll():
-            return send(Draft(draft.tokens[sent:], draft.parents[sent:]), last=False)
+            if (message := pipe.recv()) == _ENOUGH:
+                break
+            send(_bare(draft).since(sent), last=False)
+            return message
         if draft.probs is None:
             send(draft.since(sent), last=False)
+            sent = len(draft)
+        else:
+            send(Draft(), last=False)
         begun = time.perf_counter()
     send(draft.since(sent), last=True)
+    return pipe.recv()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from duoexp import metrics
-from duoexp.budget import Fixed
+from duoexp.budget import Deadline, Fixed
 from duoexp.identity import Comparison, compare
 from duoexp.metrics import Decoding, Pair
 from duoexp.rounds import Round
@@ -157,7 +157,7 @@ def test_idle_shares_are_of_the_time_of_the_answers() -> None:
 class Ticking:
     """A target whose passes take a second, a worker whose answers take two, and the clock that shows it."""
 
-    vocabulary, context_size, now = 9, 10**6, 100.0
+    vocabulary, context_size, now, ended = 9, 10**6, 100.0, 0
 
     def perf_counter(self) -> float:
         return self.now
@@ -182,6 +182,9 @@ class Ticking:
         self.question = (pending, min(budget, depth - len(pending)))
 
     def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None: ...
+
+    def enough(self) -> None:
+        self.ended += 1
 
     def answer(self, at_least: int | None = None) -> Draft:
         if at_least is None:
@@ -225,6 +228,16 @@ def test_after_a_rejection_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch
     rounds = list(SCHEDULES["overlapped"](both, both, rejected, Sampler(), [1], Fixed(3), Stop(frozenset(), 5)))
     assert [each.wait_s for each in rounds] == [0.0] * 5
     assert [each.head for each in rounds] == [None] * 5, "nor compared with anything"
+
+
+def test_a_draft_that_ends_with_the_pass_is_ended_where_it_can_be_of_use() -> None:
+    def rejected(*_: object) -> Verdict:
+        return Verdict((3,), -1, rejected=True)
+
+    for rule, ended in ((match, True), (rejected, False)):
+        both = Ticking()
+        list(SCHEDULES["overlapped"](both, both, rule, Sampler(), [1], Deadline(3), Stop(frozenset(), 9)))
+        assert (both.ended > 0) == ended
 
 
 # Identity

@@ -135,6 +135,42 @@ def test_an_answer_has_as_much_as_was_asked_for(worker: Process, gates: Path) ->
     assert worker.answer() == Draft()
 
 
+@pytest.mark.parametrize("question", (1, SAMPLED))
+def test_what_is_enough_ends_with_the_step_under_way(question: int, worker: Process, gates: Path) -> None:
+    (gates / f"shut-{question}-2").touch()
+    worker.ask([question], Draft(), 5)
+    wait_for(lambda: (gates / f"reached-{question}-2").exists())
+    worker.enough()
+    (gates / f"shut-{question}-2").unlink()
+    draft = worker.answer()
+    assert draft.tokens == tuple(said([question], step) for step in range(3))
+    assert (draft.probs is not None) == (question == SAMPLED)
+    work = worker.work()
+    assert (work.tokens, len(work.spans)) == (3, 3)
+    assert not (gates / f"reached-{question}-3").exists()
+
+
+def test_the_first_step_of_a_draft_is_not_waited_for_once_it_is_enough(worker: Process, gates: Path) -> None:
+    (gates / "shut-1-0").touch()
+    worker.ask([1], Draft((5,), (-1,)), 5)
+    wait_for(lambda: (gates / "reached-1-0").exists())
+    worker.enough()
+    assert worker.answer().tokens == (5,)
+
+
+def test_enough_of_a_draft_that_is_whole_changes_nothing(worker: Process, gates: Path) -> None:
+    (gates / "shut-1-1").touch()
+    worker.ask([1], Draft(), 2)
+    wait_for(lambda: (gates / "reached-1-1").exists())
+    (gates / "shut-1-1").unlink()
+    wait_for(lambda: worker._pipe.poll())
+    worker.enough()
+    assert worker.answer().tokens == (1, 2)
+    worker.enough()
+    worker.ask([2], Draft(), 2)
+    assert worker.answer().tokens == (2, 3)
+
+
 def test_q_arrives_with_a_sampled_draft(worker: Process) -> None:
     worker.ask([SAMPLED], Draft((1,), (-1,), torch.full((1, 1000), 0.001)), 3)
     draft = worker.answer()
@@ -310,6 +346,10 @@ class Failing:
     def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
         self.call("observe")
         self.worker.observe(draft, verdict, logits)
+
+    def enough(self) -> None:
+        self.call("enough")
+        self.worker.enough()
 
     def answer(self, at_least: int | None = None) -> Draft:
         self.call("answer")
