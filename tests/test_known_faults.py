@@ -104,7 +104,10 @@ def test_every_setting_is_read(fake: Path, monkeypatch: pytest.MonkeyPatch) -> N
 # A9: what is compared was computed alike, and is recorded
 
 
-@pytest.mark.parametrize(("passes", "kernel"), [("lean", "lean"), ("transformers", "transformers, sdpa attention")])
+@pytest.mark.parametrize(
+    ("passes", "kernel"),
+    [("lean", "lean"), ("static", "lean, fixed shapes"), ("transformers", "transformers, sdpa attention")],
+)
 def test_a_summary_says_what_computed_method_and_baseline(  # A9
     passes: str, kernel: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

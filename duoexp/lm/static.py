@@ -24,6 +24,8 @@ GRAPHS = 256  # that torch may keep: of each width, at each capacity, for two mo
 class StaticLM(LeanLM):
     """A LeanLM that runs up to WIDTHS[-1] tokens in passes of fixed shapes, uncompiled unless told."""
 
+    kernel = "lean, fixed shapes"
+
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         first = self._layers[0]
@@ -37,6 +39,7 @@ class StaticLM(LeanLM):
             for weight in _tensors(part):
                 torch._dynamo.mark_static_address(weight)  # else a graph copies them before each pass
         self._graph = torch.compile(self._fixed, fullgraph=True, dynamic=False, **how or {"mode": "reduce-overhead"})
+        self.kernel = "lean, fixed shapes, compiled"
         self._ready = 0
         return self
 
