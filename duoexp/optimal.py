@@ -1,6 +1,6 @@
 """The budget that promises the most verified tokens a second, by measured times and the acceptance seen so far."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
 
@@ -16,6 +16,7 @@ Floats = NDArray[np.float64]
 PRIOR, PRIOR_WEIGHT = 0.8, 5.0  # an acceptance to begin with, worth so many tests
 RIVAL = 0.3  # the chance that the next sequence begins with the target's token where those before do not, to begin with
 NEWS = 1.5  # plans anew when it has seen so many times as much: a plan takes milliseconds
+PAUSE = 8  # rounds without a draft until it looks again, the first time
 AHEAD = 2  # plans for answers of so many times the deepest draft; of longer ones the end is too far to matter
 
 
@@ -23,8 +24,11 @@ class Acceptance:
     """The chance that a draft token is accepted, by its position in its sequence and by the rank of the sequence."""
 
     def __init__(self) -> None:
-        self.tested, self.accepted = Counter[int](), Counter[int]()  # by position, from 1
-        self.tried, self.chosen = Counter[int](), Counter[int]()  # by rank, from 0
+        self.tested, self.accepted = (
+            defaultdict[int, float](float),
+            defaultdict[int, float](float),
+        )  # by position, from 1
+        self.tried, self.chosen = defaultdict[int, float](float), defaultdict[int, float](float)  # by rank, from 0
 
     def see(self, round: Round) -> int:
         """Counts what the round tells; returns how many tests that were."""
@@ -34,13 +38,21 @@ class Acceptance:
             self.accepted[position] += accepted
         if round.sequences and (round.head is not None or round.verified):
             reached = round.sequences if round.rank is None else round.rank + 1
-            self.tried.update(range(reached))
-            self.chosen.update([] if round.rank is None else [round.rank])
+            for rank in range(reached):
+                self.tried[rank] += 1
+            if round.rank is not None:
+                self.chosen[round.rank] += 1
         return len(found)
+
+    def fade(self) -> None:
+        """Halves what all that was seen weighs against the prior."""
+        for counts in (self.tested, self.accepted, self.tried, self.chosen):
+            for place in counts:
+                counts[place] /= 2
 
     def at(self, deepest: int) -> Floats:
         """[deepest + 1]: at positions 0 (no meaning) to `deepest`. Where little was seen, close to the overall rate."""
-        overall = _rate(self.accepted.total(), self.tested.total(), PRIOR)
+        overall = _rate(sum(self.accepted.values()), sum(self.tested.values()), PRIOR)
         return np.array([1.0] + [_rate(self.accepted[i], self.tested[i], overall) for i in range(1, deepest + 1)])
 
     def first(self, sequences: int) -> float:
@@ -70,11 +82,16 @@ class Optimal:
                   + A min over d, k of  max(0, draft_s(d, k) - target_s(m + 1)) + h_k W(N, d - 1) + (1 - h_k) W(N, 0)
 
     An end by EOS is not foreseen.
+
+    Where the plan is not to draft, nothing more is tested. So after `PAUSE` rounds of that, what was seen weighs half,
+    which brings the plan closer to that for the prior, and the next pause is twice as long: n rounds have at most
+    log2(n / PAUSE + 1) looks in vain. A draft that pays for as many rounds as the next pause makes it short again.
     """
 
     def __init__(self, costs: Costs, most: int, sequences: Sequence[int], overlapped: bool) -> None:
         self.overlapped, self.most, self.sequences = overlapped, most, tuple(sequences)
-        self.acceptance, self._seen, self._due = Acceptance(), 0, 0.0
+        self.acceptance, self._seen, self._due = Acceptance(), 0.0, 0.0
+        self._pause, self._paused, self._drafting = PAUSE, 0, 0  # rounds
         self._target_s = np.array([costs.target_s(tokens + 1) for tokens in range(most + 1)])
         times = [[_draft_s(costs, d, k) if d * k <= most else inf for d in range(most + 1)] for k in sequences]
         self._draft_s = np.array(times)  # [sequences, depth]
@@ -92,8 +109,23 @@ class Optimal:
 
     def observe(self, round: Round) -> None:
         self._seen += self.acceptance.see(round)
-        if self._seen >= self._due:
+        if self._seen >= self._due or self._looks_again():
             self._plan()
+
+    def _looks_again(self) -> bool:
+        """Keeps count of the rounds without a draft, and of those with one."""
+        if self._depth[-1, 0]:
+            self._paused, self._drafting = 0, self._drafting + 1
+            if self._drafting >= self._pause:
+                self._pause = PAUSE
+            return False
+        self._paused, self._drafting = self._paused + 1, 0
+        if self._paused < self._pause:
+            return False
+        self._paused, self._pause = 0, 2 * self._pause
+        self._seen /= 2
+        self.acceptance.fade()
+        return True
 
     def _plan(self) -> None:
         self._due = NEWS * max(self._seen, 4)
@@ -152,5 +184,5 @@ def _draft_s(costs: Costs, depth: int, sequences: int) -> float:
     return costs.draft_s([1] + [sequences] * (depth - 1)) if depth else 0.0
 
 
-def _rate(count: int, of: int, prior: float) -> float:
+def _rate(count: float, of: float, prior: float) -> float:
     return (count + PRIOR_WEIGHT * prior) / (of + PRIOR_WEIGHT)

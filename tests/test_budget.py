@@ -327,6 +327,28 @@ def test_a_draft_that_costs_more_than_it_saves_is_not_made() -> None:
         assert Optimal(Costs(FLAT, {1: 0.2}), 32, [1], overlapped_).choose(0, 60).tokens == 0
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_draft_that_gets_good_later_is_used_again(beside: bool) -> None:
+    costs = Costs(RISING, {1: 0.03}, message_s=0.0003)
+    optimal = Optimal(costs, 32, [1], beside)
+    for seed in range(4):
+        simulated(optimal, costs, [0.02], beside, 64, seed)
+    simulated(optimal, costs, [0.97], beside, 512)
+    after, none, *constants = (
+        simulated(each, costs, [0.97], beside, 512, seed=1) for each in (optimal, *map(Fixed, (0, 2, 3, 4, 6)))
+    )
+    assert after <= 1.03 * min(constants) < 0.9 * none
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_looking_again_costs_little(beside: bool) -> None:
+    costs, tokens = Costs(RISING, {1: 0.03}, message_s=0.0003), 2**12
+    none, optimal = (
+        simulated(each, costs, [0.02], beside, tokens) for each in (Fixed(0), Optimal(costs, 32, [1], beside))
+    )
+    assert optimal <= 1.01 * none
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_optimal_equals_autoregressive(schedule: str) -> None:
     budget = Optimal(Costs(FLAT, {1: 0.001, 2: 0.001, 4: 0.002}, 0.0), 32, [1, 2, 4], schedule == "overlapped")
