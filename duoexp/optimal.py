@@ -1,6 +1,6 @@
 """The budget that promises the most verified tokens a second, by measured times and the acceptance seen so far."""
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
@@ -24,11 +24,8 @@ class Acceptance:
     """The chance that a draft token is accepted, by its position in its sequence and by the rank of the sequence."""
 
     def __init__(self) -> None:
-        self.tested, self.accepted = (
-            defaultdict[int, float](float),
-            defaultdict[int, float](float),
-        )  # by position, from 1
-        self.tried, self.chosen = defaultdict[int, float](float), defaultdict[int, float](float)  # by rank, from 0
+        self.tested, self.accepted = Counter[int](), Counter[int]()  # by position, from 1
+        self.tried, self.chosen = Counter[int](), Counter[int]()  # by rank, from 0
 
     def see(self, round: Round) -> int:
         """Counts what the round tells; returns how many tests that were."""
@@ -38,21 +35,13 @@ class Acceptance:
             self.accepted[position] += accepted
         if round.sequences and (round.head is not None or round.verified):
             reached = round.sequences if round.rank is None else round.rank + 1
-            for rank in range(reached):
-                self.tried[rank] += 1
-            if round.rank is not None:
-                self.chosen[round.rank] += 1
+            self.tried.update(range(reached))
+            self.chosen.update([] if round.rank is None else [round.rank])
         return len(found)
-
-    def fade(self) -> None:
-        """Halves what all that was seen weighs against the prior."""
-        for counts in (self.tested, self.accepted, self.tried, self.chosen):
-            for place in counts:
-                counts[place] /= 2
 
     def at(self, deepest: int) -> Floats:
         """[deepest + 1]: at positions 0 (no meaning) to `deepest`. Where little was seen, close to the overall rate."""
-        overall = _rate(sum(self.accepted.values()), sum(self.tested.values()), PRIOR)
+        overall = _rate(self.accepted.total(), self.tested.total(), PRIOR)
         return np.array([1.0] + [_rate(self.accepted[i], self.tested[i], overall) for i in range(1, deepest + 1)])
 
     def first(self, sequences: int) -> float:
@@ -83,14 +72,14 @@ class Optimal:
 
     An end by EOS is not foreseen.
 
-    Where the plan is not to draft, nothing more is tested. So after `PAUSE` rounds of that, what was seen weighs half,
-    which brings the plan closer to that for the prior, and the next pause is twice as long: n rounds have at most
-    log2(n / PAUSE + 1) looks in vain. A draft that pays for as many rounds as the next pause makes it short again.
+    Where the plan is not to draft, nothing more is tested. So after `PAUSE` rounds of that it forgets what it saw, and
+    begins anew; the next pause is twice as long. n rounds have at most log2(n / PAUSE + 1) looks in vain, each as short
+    as that at the beginning. A draft that pays for as many rounds as the next pause makes it short again.
     """
 
     def __init__(self, costs: Costs, most: int, sequences: Sequence[int], overlapped: bool) -> None:
         self.overlapped, self.most, self.sequences = overlapped, most, tuple(sequences)
-        self.acceptance, self._seen, self._due = Acceptance(), 0.0, 0.0
+        self.acceptance, self._seen, self._due = Acceptance(), 0, 0.0
         self._pause, self._paused, self._drafting = PAUSE, 0, 0  # rounds
         self._target_s = np.array([costs.target_s(tokens + 1) for tokens in range(most + 1)])
         times = [[_draft_s(costs, d, k) if d * k <= most else inf for d in range(most + 1)] for k in sequences]
@@ -109,11 +98,13 @@ class Optimal:
 
     def observe(self, round: Round) -> None:
         self._seen += self.acceptance.see(round)
-        if self._seen >= self._due or self._looks_again():
+        if self._looks_again():
+            self.acceptance, self._seen, self._due = Acceptance(), 0, 0.0
+        if self._seen >= self._due:
             self._plan()
 
     def _looks_again(self) -> bool:
-        """Keeps count of the rounds without a draft, and of those with one."""
+        """Counts the round as one with a draft, or without."""
         if self._depth[-1, 0]:
             self._paused, self._drafting = 0, self._drafting + 1
             if self._drafting >= self._pause:
@@ -123,8 +114,6 @@ class Optimal:
         if self._paused < self._pause:
             return False
         self._paused, self._pause = 0, 2 * self._pause
-        self._seen /= 2
-        self.acceptance.fade()
         return True
 
     def _plan(self) -> None:
@@ -184,5 +173,5 @@ def _draft_s(costs: Costs, depth: int, sequences: int) -> float:
     return costs.draft_s([1] + [sequences] * (depth - 1)) if depth else 0.0
 
 
-def _rate(count: float, of: float, prior: float) -> float:
+def _rate(count: int, of: int, prior: float) -> float:
     return (count + PRIOR_WEIGHT * prior) / (of + PRIOR_WEIGHT)
