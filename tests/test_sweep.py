@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import CONF, composed, planned
 from hydra import compose, initialize_config_dir
@@ -320,6 +322,29 @@ def test_jobs_of_one_machine_wait_for_each_other_or_share_no_core(monkeypatch: p
         assert asked, "a third waits"
     with slots.taken(1) as whole:
         assert whole == slots.Slot(None, None)
+
+
+def test_a_job_that_waits_says_for_whom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def waited(_: float) -> None:
+        told.append(capsys.readouterr().out)
+        if len(told) == 2:
+            raise KeyboardInterrupt
+        other.send_signal(signal.SIGSTOP)
+        os.waitpid(other.pid, os.WUNTRACED)
+
+    told: list[str] = []
+    monkeypatch.setattr(slots.time, "sleep", waited)
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda _: ["duoexp", "tracker.api_key=abc"])
+    with slots.taken(1):
+        other = subprocess.Popen(["sleep", "60"])
+        try:
+            with pytest.raises(KeyboardInterrupt), slots.taken(1):
+                pass
+        finally:
+            other.kill()
+            other.wait()
+    assert f"process {os.getpid()} (duoexp tracker.api_key=***) since 20" in told[0] and "stopped" not in told[0]
+    assert f"`kill -CONT {other.pid}` lets it go on" in told[1]
 
 
 def test_each_slot_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:  # F12
