@@ -21,9 +21,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from duoexp import child
-from duoexp.config import CONF, SweepConfig, check_name, check_sweep
+from duoexp.config import CONF, InputError, SweepConfig, check_name, check_sweep
 from duoexp.errors import is_told, sentence, tell, told
-from duoexp.masking import masked_override
+from duoexp.masking import masked, masked_override
 
 if TYPE_CHECKING:
     from duoexp.runner import Plan
@@ -60,10 +60,24 @@ class Begun(Callback):
     report = True
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        code = told(lambda: check_name(config.name))
+        code = told(lambda: check_name(config.name)) or told(lambda: check_secrets(config))
         if code:  # before Hydra makes the folder; it would turn an exception of a callback into a warning
             sys.exit(code)
         Begun.folder, Begun.report = Path(config.hydra.sweep.dir), config.sweep.report
+
+
+def check_secrets(config: DictConfig) -> None:
+    """Raises InputError where the launcher would write a secret to disk: submitit pickles the settings as given."""
+    if "submitit" not in str(config.hydra.launcher._target_):
+        return
+    given: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]  # as given, not what it refers to
+    overrides = given.pop("hydra")["overrides"]["task"]
+    hidden = [shown for each in overrides if (shown := masked_override(each)) != each]
+    if hidden or masked(given) != given:
+        raise InputError(
+            f"{hidden[0] if hidden else 'a file of the config'} holds a secret, and submitit would write it to disk; "
+            "give it in a variable of the environment, as 'key=${oc.env:NAME}'"
+        )
 
 
 def prefer_own_configs() -> None:

@@ -1,6 +1,7 @@
 """What comes from elsewhere is data: it runs no code and leaves no folder; and secrets stay where they were given."""
 
 import ast
+import contextlib
 import json
 import shutil
 import zipfile
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import planned
+from omegaconf import OmegaConf
 from test_run import SHORT, here, main
 from test_sweep import fake
 
@@ -23,6 +25,7 @@ from duoexp.lm import wheels
 from duoexp.lm.load import describe, stock
 from duoexp.lm.sources import resolve
 from duoexp.masking import masked_override
+from duoexp.sweep import check_secrets
 
 __all__ = ["fake", "here"]  # fixtures
 
@@ -215,7 +218,7 @@ PLUGIN = """
 from duoexp.drafters import Drafter
 
 class Keyed(Drafter):
-    def __init__(self, policy=None, api_key=None, hub=None):
+    def __init__(self, policy=None, api_key=None, hub=None, mirror=None):
         self.api_key = api_key
 
     def propose(self, context, pending, budget, depth=None):
@@ -227,6 +230,7 @@ KEYED = (
     "draft.budget=2",
     f"+draft.drafter.api_key={SECRET}",
     f"+draft.drafter.hub={{name:a,token:{SECRET}}}",
+    f"+draft.drafter.mirror='https://me:{SECRET}@localhost/models'",
 )
 
 
@@ -244,6 +248,12 @@ KEYED = (
         ("a={name:b}", "a={name:b}"),
         ("~a.token", "~a.token"),
         ("a=#(", "a=#("),
+        ("a.path=https://me:x@host/p", "a.path=https://***@host/p"),
+        ("a.paths=['https://x@host/p?q=1','b']", "a.paths=['https://***@host/p?q=1','b']"),
+        ("a.path=https://host/p@q", "a.path=https://host/p@q"),
+        ("a.api_key=${oc.env:KEY}", "a.api_key=${oc.env:KEY}"),
+        ("a.api_key='${oc.env:KEY}'", "a.api_key='${oc.env:KEY}'"),
+        ("a.api_key=${oc.env:KEY,x}", "a.api_key=***"),
     ],
 )
 def test_secrets_of_the_command_line_are_masked(argument: str, shown: str) -> None:
@@ -286,3 +296,18 @@ def test_a_secret_reaches_no_record_of_a_sweep(
     assert main(monkeypatch, "-m", *SHORT, *KEYED, "draft.budget=1,2", "sweep.report=false") == 1
     assert "+draft.drafter.api_key=***" in "".join(capfd.readouterr().out.split("\n"))
     assert list(keyed.rglob("000.json")) and not leaks(keyed)
+
+
+@pytest.mark.parametrize("value", ("hunter2", "https://me:hunter2@host", "${oc.env:KEY}", "${oc.env:KEY,hunter2}"))
+@pytest.mark.parametrize("place", ("command line", "file"))
+def test_a_secret_that_submitit_would_write_to_disk_is_refused(place: str, value: str) -> None:
+    key = "mirror" if "//" in value else "api_key"
+    given = [f"+draft.drafter.{key}={value}"] if place == "command line" else []
+    hydra = {"launcher": {"_target_": "submitit_launcher.LocalLauncher"}, "overrides": {"task": given}}
+    config = {"name": "a", "draft": {"drafter": {key: value}}}
+    refused = contextlib.nullcontext() if value == "${oc.env:KEY}" else pytest.raises(InputError, match="submitit")
+    with refused as told:
+        check_secrets(OmegaConf.create(config | {"hydra": hydra}))
+    assert SECRET not in str(told)
+    hydra["launcher"]["_target_"] = "basic_launcher.BasicLauncher"
+    check_secrets(OmegaConf.create(config | {"hydra": hydra}))
