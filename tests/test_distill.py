@@ -4,6 +4,7 @@ import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +393,21 @@ def test_the_word_distilled_takes_the_packaged_draft_that_fits(
     assert found.checkpoint.path == str(tmp_path / "tiny") and found.checkpoint.base == place.checkpoint
     with pytest.raises(InputError, match="'distilled' names no model"):
         sources.resolve("distilled")
+
+
+def test_a_draft_reads_the_revision_that_its_target_names(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, asked = target(), list[tuple[str, Any]]()
+    whole = load.stock(place, "cpu", "float32")
+
+    def fetched(name: str, revision: str | None = None, **_: Any) -> Any:
+        asked.append((name, revision))
+        return whole
+
+    monkeypatch.setattr(distilled.AutoModelForCausalLM, "from_pretrained", fetched)
+    pinned = replace(place, checkpoint=sources.resolve("org/name@v1.2"))
+    draft = load.describe(str(made / "draft"), sources.resolve(str(made / "draft")), target=pinned)
+    load.load(draft, "auto", "cpu", "float32", 259)
+    assert asked == [("org/name", "v1.2")]
 
 
 def test_a_model_of_its_own_is_trained_and_exported(tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ def measure(cfg: MeasureConfig) -> Iterator[str]:
 
     torch.set_num_threads(cfg.threads)
     place = load.describe(cfg.model.target, sources.resolve(cfg.model.target), cfg.model.trust_remote_code)
-    draft = load_draft(Path(cfg.folder).expanduser(), place.checkpoint.path, place.tokens, getattr(torch, cfg.dtype))
+    folder, base, dtype = Path(cfg.folder).expanduser(), place.checkpoint, getattr(torch, cfg.dtype)
+    draft = load_draft(folder, base.path, place.tokens, dtype, place.tokenizer, revision=base.revision)
     prompts = [
         (prompt.kind, tasks.encode(place.tokenizer, cfg.model.template, prompt)) for prompt in tasks.load(cfg.task)
     ]

@@ -56,18 +56,21 @@ def load_draft(
     dtype: torch.dtype = torch.bfloat16,
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str = "cpu",
+    revision: str | None = None,
 ) -> CopyingLM:
     """The draft, with the embedding and the head's rows of its target: a model, or the place of its checkpoint.
 
-    tokenizer: the target's, where it is at hand. Raises InputError for a folder that holds no draft, and for a target
-    that it was not made for.
+    tokenizer: the target's, where it is at hand. revision: of a target that a hub has. Raises InputError for a folder
+    that holds no draft, and for a target that it was not made for.
     """
     place = target if isinstance(target, str) else target.name_or_path
-    config = draft_config(folder, tokenizer or AutoTokenizer.from_pretrained(place, trust_remote_code=False))
+    config = draft_config(
+        folder, tokenizer or AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=False)
+    )
     about = About(**config.duoexp)
     tensors = _dequantised(folder, dtype)
     copier = make_copier(about, tensors)
-    embedding, rows = _rows(target)
+    embedding, rows = _rows(target, revision)
     if embedding.shape[1] != config.hidden_size:
         raise InputError(
             f"the draft in {folder} reads an embedding of size {config.hidden_size}, and {place} has one of size "
@@ -154,7 +157,7 @@ def _turned(rows: Tensor, turn: Tensor, dtype: torch.dtype) -> torch.nn.Paramete
     return torch.nn.Parameter((rows.to(dtype) @ turn.to(dtype)).contiguous(), requires_grad=False)
 
 
-def _rows(target: PreTrainedModel | str) -> tuple[Tensor, Tensor]:
+def _rows(target: PreTrainedModel | str, revision: str | None) -> tuple[Tensor, Tensor]:
     """Embedding and head of the target, without the rest of it where a single local file holds them."""
     if isinstance(target, str) and (file := Path(target) / WEIGHTS).is_file():
         with safe_open(file, "pt") as weights:
@@ -164,7 +167,9 @@ def _rows(target: PreTrainedModel | str) -> tuple[Tensor, Tensor]:
                 return embedding, weights.get_tensor("lm_head.weight") if "lm_head.weight" in names else embedding
     model: Any = target
     if isinstance(target, str):
-        model = AutoModelForCausalLM.from_pretrained(target, use_safetensors=True, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            target, revision=revision, use_safetensors=True, trust_remote_code=False
+        )
     return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
 
 

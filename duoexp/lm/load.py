@@ -90,8 +90,9 @@ def load(model: Model, engine: str, device: str, dtype: str, vocabulary: int) ->
     processor where the model is of its family. `static`: the same in fixed shapes; `compiled`: and as CUDA graphs.
     """
     if model.checkpoint.base is not None:
-        folder, place = Path(model.checkpoint.path), model.checkpoint.base.path
-        return load_draft(folder, place, vocabulary, getattr(torch, dtype), model.tokenizer, device)
+        folder, base = Path(model.checkpoint.path), model.checkpoint.base
+        kind = getattr(torch, dtype)
+        return load_draft(folder, base.path, vocabulary, kind, model.tokenizer, device, base.revision)
     weights = stock(model, device, dtype)
     if model.checkpoint.bits is not None:
         return self_draft(weights, vocabulary, model.checkpoint.bits)
