@@ -159,6 +159,24 @@ def block_efficiency(decodings: Sequence[Decoding]) -> float:
     return sum(len(each.ids) for each in decodings) / sum(len(each.rounds) for each in decodings)
 
 
+def round_cost(pairs: Sequence[Pair]) -> dict[str, float] | None:
+    """What a round behind the first brings and takes: tokens; the time to verify and to wait for the draft, in target
+    passes over one token; and the speedup that these predict, as in Leviathan et al. 2211.17192, theorem 3.8.
+    """
+    rounds = [each for pair in pairs for each in pair.method.rounds[1:]]
+    passes = [each.verify_s for pair in pairs for each in pair.baseline.rounds[1:]]
+    if not rounds or not passes:
+        return None
+    tokens, verify_s, wait_s = np.mean([(len(each.tokens), each.verify_s, each.wait_s) for each in rounds], axis=0)
+    verify, wait = float(verify_s / np.mean(passes)), float(wait_s / np.mean(passes))
+    return {
+        "tokens": float(tokens),
+        "verify": verify,
+        "wait": wait,
+        "predicted_speedup": float(tokens) / (verify + wait),
+    }
+
+
 def target_idle(decodings: Sequence[Decoding]) -> float:
     """The share of the time in which the target waited for the draft."""
     waited = sum(round.wait_s for each in decodings for round in each.rounds)

@@ -90,6 +90,7 @@ FIGURES: dict[str, tuple[Callable[[Pairs], Any], str]] = {
     "draft_efficiency": (lambda pairs: metrics.draft_efficiency(_ours(pairs)), _UNDRAFTED),
     "draft_idle": (lambda pairs: metrics.draft_idle(_ours(pairs)) if _steps(pairs) else None, _UNDRAFTED),
     "target_idle": (lambda pairs: metrics.target_idle(_ours(pairs)) if _steps(pairs) else None, _UNDRAFTED),
+    "round_cost": (metrics.round_cost, _SHORT),
     "sequences": (lambda pairs: metrics.sequences(_ours(pairs)), ""),
     "draft_steps": (lambda pairs: len(_steps(pairs)), ""),
     "draft_s": (lambda pairs: metrics.median_p95(_steps(pairs)), _UNDRAFTED),

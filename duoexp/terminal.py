@@ -147,6 +147,8 @@ def show(shown: Console, summary: dict[str, Any], results: Results, folder: str,
     if pairs:
         shown.print(table(summary, pairs, shown.width))
         shown.print(_where_time_went(summary), markup=False)
+        if slower := why_slower(summary):
+            shown.print(slower, markup=False)
     for failure in summary["failed"]:
         shown.print(f"failed: {failure['prompt']}: {failure['reason']}", markup=False)
     if summary["draft_failure"]:
@@ -168,4 +170,18 @@ def _where_time_went(summary: dict[str, Any]) -> str:
         f"budget: {budget}; draft step {1000 * step:.1f} ms, target pass {1000 * one:.1f} ms (c = {step / one:.2f}); "
         f"the target waited {100 * summary['target_idle']:.0f}% of the time, "
         f"the drafter {100 * summary['draft_idle']:.0f}%"
+    )
+
+
+def why_slower(summary: dict[str, Any]) -> str | None:
+    """In a sentence, from measured costs; None unless drafts made it slower beyond doubt."""
+    cost, alpha, step = summary["round_cost"], summary["alpha"], summary["draft_s"]
+    most = summary["speedup_high"] if summary["prompts"] >= metrics.FEW else summary["speedup"]
+    if most >= 1 or None in (cost, alpha, step):
+        return None
+    return (
+        f"slower: a round brings {cost['tokens']:.2f} tokens (alpha {alpha:.2f}) and takes as long as "
+        f"{cost['verify'] + cost['wait']:.2f} target passes over one, {cost['verify']:.2f} to verify and "
+        f"{cost['wait']:.2f} to wait for the draft, at {step['median'] / summary['target_s']['median']:.2f} a step; "
+        f"that predicts a speedup of {cost['predicted_speedup']:.2f}"
     )

@@ -14,6 +14,7 @@ from duoexp.metrics import Decoding, Pair
 from duoexp.rounds import Round
 from duoexp.sampling import Sampler, gumbel
 from duoexp.schedule import SCHEDULES, Stop
+from duoexp.terminal import why_slower
 from duoexp.tree import Draft
 from duoexp.verify import Verdict, match
 from duoexp.worker import Work
@@ -144,6 +145,21 @@ def test_the_turns_of_a_prompt_are_one_draw() -> None:
     twice = [replace(pair, prompt=pair.prompt) for pair in pairs for _ in range(2)]
     assert metrics.interval(twice) == pytest.approx(metrics.interval(pairs))
     assert metrics.interval([pairs[0], pairs[0]]) is None
+
+
+def test_a_slowdown_is_explained_by_what_a_round_brings_and_takes() -> None:
+    """A pass twice as long, and a wait as long as the pass of autoregressive decoding, for two tokens."""
+    baseline = decoding_of([round_of(1, verify_s=9.0), *[round_of(1, start_s=9.0 + i, verify_s=1.0) for i in range(4)]])
+    ours = [round_of(1, verify_s=9.0), *[round_of(2, start_s=10.0 + 3 * i, verify_s=2.0, wait_s=1.0) for i in (0, 1)]]
+    pairs = [Pair("a", "kind", baseline, decoding_of(ours))]
+    cost = metrics.round_cost(pairs)
+    assert cost == pytest.approx({"tokens": 2, "verify": 2, "wait": 1, "predicted_speedup": 2 / 3})
+    assert metrics.round_cost(pairs_of([1.0])) is None
+    facts = {"round_cost": cost, "alpha": 0.5, "draft_s": {"median": 0.5}, "target_s": {"median": 1.0}, "prompts": 9}
+    said = why_slower(facts | {"speedup_high": 0.9})
+    assert said is not None and "2.00 tokens (alpha 0.50)" in said and "3.00 target passes" in said and "0.67" in said
+    assert why_slower(facts | {"speedup_high": 1.1}) is None
+    assert why_slower(facts | {"speedup_high": 0.9, "alpha": None}) is None
 
 
 def test_idle_shares_are_of_the_time_of_the_answers() -> None:
