@@ -145,7 +145,8 @@ def test_a_draft_is_read_as_the_end_of_its_context(made: Path) -> None:
     nodes = draft.logits(context, Draft((62, 63, 70), (-1, 0, 0)))
     for row, drafted in ((0, []), (1, tail[:1]), (2, tail)):
         draft.clear()
-        torch.testing.assert_close(nodes[row], draft.logits([*context, *drafted])[0], rtol=0.02, atol=0.05)
+        alone = draft.logits([*context, *drafted])[0]
+        torch.testing.assert_close(nodes[row], alone, rtol=0.02, atol=0.2)  # activations are in 8 bits
 
 
 def test_phrases_are_the_commonest_ends_of_their_beginnings(made: Path) -> None:

@@ -56,6 +56,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, found: list[Block]) -> Tenso
 
     The buffers hold finite numbers up to their capacity, which reaches to the last block's slots.
     """
+    if len(found) == 1:
+        return _attend(q, keys, values, found[0])
     return torch.cat([_attend(q[block.first : block.last], keys, values, block) for block in found])
 
 

@@ -3,6 +3,7 @@
 On a processor, stock transformers spends about a millisecond a layer on everything but the matrix products.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -20,11 +21,11 @@ from transformers import (
 )
 
 from duoexp.config import InputError
-from duoexp.lm import attention
+from duoexp.lm import attention, linears
 from duoexp.lm.attention import SLOTS, Block, attend
 from duoexp.lm.cache import BufferCache
 from duoexp.lm.causal_lm import CachedLM
-from duoexp.lm.linears import Linear, linear
+from duoexp.lm.linears import Linear
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 MOVING = ("dynamic", "longrope")  # rotary scalings whose angles change with the length of the text
@@ -36,9 +37,21 @@ class Norm:
 
     weight: Tensor
     eps: float
+    scaled: Tensor  # [size], float32: weight sqrt(size)
+    least: Tensor  # sqrt(size eps): so sqrt(mean of squares + eps) = hypot(norm, least) / sqrt(size)
+
+    @classmethod
+    def of(cls, weight: Tensor, eps: float) -> Self:
+        root = math.sqrt(len(weight))
+        return cls(weight, eps, weight.float() * root, torch.tensor(root * math.sqrt(eps)))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if x.device.type != "cpu":
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # there torch makes ten calls of it, which together take longer than these four
+        rows = x.float()
+        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+        return (rows / norm.hypot(self.least)).mul_(self.scaled).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -48,12 +61,17 @@ class Rotary:
     frequencies: Tensor  # [head_dim / 2], float32
     scaling: float
 
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [positions, 1, head_dim], for all heads; sin is negative where `_rotated` must subtract."""
+    def __call__(self, positions: Tensor, turned: int, still: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [positions, heads, head_dim], where `turned` heads turn and `still` ones, the values, stay.
+
+        sin is negative where `_rotated` must subtract.
+        """
         # float32: in bf16 neighbouring positions would share an angle
         angles = positions.float()[:, None, None] * self.frequencies
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
-        return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
+        cos, sin = (torch.cat(each, -1).to(dtype).expand(-1, turned, -1) for each in ([cos, cos], [-sin, sin]))
+        rest = cos.new_ones(len(cos), still, cos.shape[-1])
+        return torch.cat([cos, rest], 1), torch.cat([sin, torch.zeros_like(rest)], 1)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -88,11 +106,14 @@ class Cache:
             self.buffer = old.new_zeros(*old.shape[:3], capacity, old.shape[4])  # finite where masks hide it
             self.buffer[..., :filled, :] = old[..., :filled, :]
 
-    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the new ones, [tokens, kv_heads, head_dim], last; returns all [kv_heads, capacity, head_dim]."""
-        held, start = self.buffer[layer], self.length - len(keys)
-        held[0, :, start : self.length], held[1, :, start : self.length] = keys.transpose(0, 1), values.transpose(0, 1)
-        return held[0], held[1]
+    def update(self, layer: int, new: Tensor) -> Tensor:
+        """Writes the new ones, keys and values [2, kv_heads, tokens, head_dim], last.
+
+        Returns all, [2, kv_heads, capacity, head_dim].
+        """
+        held = self.buffer[layer]
+        held[:, :, self.length - new.shape[2] : self.length] = new
+        return held
 
     def keep(self, start: int, slots: list[int]) -> None:
         """See `CachedLM.keep`."""
@@ -109,12 +130,11 @@ class Slots:
     buffer: Tensor
     slots: Tensor  # [tokens]
 
-    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, new: Tensor) -> Tensor:
         """See `Cache.update`."""
         held = self.buffer[layer]
-        held[0][:, self.slots] = keys.transpose(0, 1).to(held.dtype)
-        held[1][:, self.slots] = values.transpose(0, 1).to(held.dtype)
-        return held[0], held[1]
+        held[:, :, self.slots] = new.to(held.dtype)
+        return held
 
 
 @dataclass(frozen=True)
@@ -159,11 +179,12 @@ class Layer:
         """[tokens, (heads + 2 kv_heads) head_dim] -> [tokens, heads head_dim]"""
         tokens, dtype = len(qkv), qkv.dtype
         heads = qkv.view(tokens, -1, self.head_dim)
-        q, k, v = heads.split([heads.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads], 1)
-        q = q if self.q_norm is None else self.q_norm(q)
-        k = k if self.k_norm is None else self.k_norm(k)
-        q, k = _rotated(q, run.cos, run.sin), _rotated(k, run.cos, run.sin)
-        keys, values = run.cache.update(self.index, k, v)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
+            heads = torch.cat([self.q_norm(q), self.k_norm(k), v], 1)
+        heads = _rotated(heads, run.cos, run.sin)  # all at once: on a processor calls cost more than values left alone
+        new = heads[:, self.heads :].view(tokens, 2, self.kv_heads, self.head_dim)
+        q, (keys, values) = heads[:, : self.heads], run.cache.update(self.index, new.permute(1, 2, 0, 3))
         if run.blocks is not None:
             return attend(q.to(keys.dtype), keys, values, run.blocks).reshape(tokens, -1).to(dtype)
         assert isinstance(run.cache, Cache), "a pass of fixed shape looks in blocks"
@@ -198,7 +219,7 @@ class LeanLM(CachedLM):
         super().__init__(vocabulary, context_size)
         self._width_invariant = width_invariant
         self._embedding, self._rotary, self._layers = embedding, rotary, layers
-        self._norm, self._head = norm, head
+        self._norm, self._head, self._dtype = norm, head, norm.weight.dtype
         self._cache = Cache(len(layers), layers[0].kv_heads, layers[0].head_dim, embedding)
 
     @classmethod
@@ -209,26 +230,27 @@ class LeanLM(CachedLM):
         bits: int | None = None,
         layers: Sequence[int] | None = None,
         width_invariant: bool = False,
+        packs: bool = True,
     ) -> Self:
-        """A copy of `model`, on its device. bits: None leaves the weights; 8 and 4 round them, and compute in bf16.
+        """A copy of `model`, on its device. bits: None leaves the weights; 8 and 4 round them.
 
         layers: those of the model's to run, in this order; None: all.
         width_invariant: a chain gets the same logits in passes of any width, as far as `attention` can see to it.
+        packs: see `linears.linear`.
         Raises InputError for a model of another family, and for a layer that it has not.
         """
         _check(model, layers)
-        dtype = model.dtype if bits is None else torch.bfloat16
+        dtype = _dtype(model, bits)
         base: Any = model.model
         config = model.config
         kept: Sequence[int] = range(len(base.layers)) if layers is None else layers
         rows = model.get_output_embeddings().weight.detach()[:vocabulary]
         return cls(
-            embedding=base.embed_tokens.weight.detach().to(dtype),
+            embedding=base.embed_tokens.weight.detach(),
             rotary=Rotary(base.rotary_emb.inv_freq.float(), base.rotary_emb.attention_scaling),
-            layers=tuple(_layer(i, base.layers[number], config, bits, dtype) for i, number in enumerate(kept)),
+            layers=tuple(_layer(i, base.layers[number], config, bits, packs, dtype) for i, number in enumerate(kept)),
             norm=_norm(base.norm, dtype),
-            # 8 bits at least: in 4, the head alone cost 7 of 100 tokens of SmolLM2-135M
-            head=linear(rows, None, bits and 8),
+            head=linears.head(rows, bits, packs),
             vocabulary=vocabulary,
             context_size=config.max_position_embeddings,
             width_invariant=width_invariant,
@@ -243,7 +265,7 @@ class LeanLM(CachedLM):
         self._cache.keep(start, slots)
 
     def _through(self, tokens: Tensor, shared: Pass, places: Tensor) -> Tensor:
-        x = F.embedding(tokens, self._embedding)
+        x = F.embedding(tokens, self._embedding).to(self._dtype)
         for layer in self._layers:
             x = layer(x, shared)
         return self._head(self._norm(x[places]))
@@ -260,8 +282,12 @@ class LeanLM(CachedLM):
         if hidden is not None:
             mask = torch.zeros(hidden.shape, dtype=self._cache.dtype).masked_fill_(hidden, -torch.inf)
             mask = mask.to(self._embedding.device)
-        cos, sin = self._rotary(torch.tensor(positions, device=self._embedding.device), self._embedding.dtype)
-        return Pass(cos, sin, self._cache, mask, causal, blocks)
+        return Pass(*self._angles(torch.tensor(positions)), self._cache, mask, causal, blocks)
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        first = self._layers[0]
+        positions = positions.to(self._embedding.device)
+        return self._rotary(positions, first.heads + first.kv_heads, first.kv_heads, self._dtype)
 
 
 def self_draft(model: PreTrainedModel, vocabulary: int, bits: int = 8) -> LeanLM:
@@ -275,18 +301,25 @@ def self_draft(model: PreTrainedModel, vocabulary: int, bits: int = 8) -> LeanLM
 
 
 # Any: the parts of an nn.Module have no types.
-def _layer(index: int, layer: Any, config: PreTrainedConfig, bits: int | None, dtype: torch.dtype) -> Layer:
+def _layer(
+    index: int, layer: Any, config: PreTrainedConfig, bits: int | None, packs: bool, dtype: torch.dtype
+) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
+
+    def fused(*parts: nn.Linear) -> Linear:
+        """One matrix for maps of the same input: fewer and larger products."""
+        return linears.linear(torch.cat([part.weight.detach() for part in parts]), _biases(parts), bits, packs)
+
     return Layer(
         index=index,
         norm=_norm(layer.input_layernorm, dtype),
-        qkv=_fused(bits, attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=fused(attention.q_proj, attention.k_proj, attention.v_proj),
         q_norm=_norm(attention.q_norm, dtype) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm, dtype) if hasattr(attention, "k_norm") else None,
-        out=_fused(bits, attention.o_proj),
+        out=fused(attention.o_proj),
         mlp_norm=_norm(layer.post_attention_layernorm, dtype),
-        gate_up=_fused(bits, mlp.gate_proj, mlp.up_proj),
-        down=_fused(bits, mlp.down_proj),
+        gate_up=fused(mlp.gate_proj, mlp.up_proj),
+        down=fused(mlp.down_proj),
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
@@ -294,16 +327,22 @@ def _layer(index: int, layer: Any, config: PreTrainedConfig, bits: int | None, d
 
 
 def _norm(norm: Any, dtype: torch.dtype) -> Norm:
-    return Norm(norm.weight.detach().to(dtype), norm.variance_epsilon)
+    return Norm.of(norm.weight.detach().to(dtype), norm.variance_epsilon)
 
 
-def _fused(bits: int | None, *parts: nn.Linear) -> Linear:
-    """One matrix for maps of the same input: fewer and larger products."""
-    weight = torch.cat([part.weight.detach() for part in parts])
+def _biases(parts: Sequence[nn.Linear]) -> Tensor | None:
     if all(part.bias is None for part in parts):
-        return linear(weight, None, bits)
-    biases = [weight.new_zeros(len(part.weight)) if part.bias is None else part.bias.detach() for part in parts]
-    return linear(weight, torch.cat(biases), bits)
+        return None
+    return torch.cat(
+        [part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias.detach() for part in parts]
+    )
+
+
+def _dtype(model: PreTrainedModel, bits: int | None) -> torch.dtype:
+    """Of what lies between the weights. Kernels of 8-bit numbers take float32, those of 4-bit weights bfloat16."""
+    if bits is None:
+        return model.dtype
+    return torch.float32 if bits == 8 and model.device.type == "cpu" and linears.multiplies_int8() else torch.bfloat16
 
 
 def _check(model: Any, layers: Sequence[int] | None) -> None:

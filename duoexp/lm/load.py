@@ -98,7 +98,7 @@ def load(model: Model, engine: str, device: str, dtype: str, vocabulary: int) ->
         return self_draft(weights, vocabulary, model.checkpoint.bits)
     fits = device == "cpu" and isinstance(weights, FAMILY)
     if engine == "compiled":
-        return StaticLM.from_model(weights, vocabulary).compile()
+        return StaticLM.from_model(weights, vocabulary, packs=False).compile()
     if engine == "static":
         return StaticLM.from_model(weights, vocabulary)
     if engine == "lean" or (engine == "auto" and fits):

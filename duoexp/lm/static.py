@@ -84,7 +84,7 @@ class StaticLM(LeanLM):
     def _fixed(self, padded: Tensor, seen: Tensor, buffer: Tensor) -> Tensor:
         """padded [4, width]: tokens, positions, slots and places; seen [width, capacity] -> [width, vocabulary]"""
         tokens, positions, slots, places = padded.unbind()
-        cos, sin = self._rotary(positions, self._embedding.dtype)
+        cos, sin = self._angles(positions)
         blocks = [whole(seen, self._layers[0].group, buffer.dtype)]
         return self._through(tokens, Pass(cos, sin, Slots(buffer, slots), None, False, blocks), places)
 
