@@ -1,16 +1,17 @@
 """The autoregressive decodings of a target, kept so that the runs of a sweep need not each make them anew."""
 
 import json
+import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from filelock import FileLock
 
 from duoexp import decodings
 from duoexp.metrics import Decoding
-from duoexp.record import digest, lines
+from duoexp.record import digest, lines, writing
 
 Key = tuple[str, int, int]  # prompt, turn, repeat
 
@@ -51,9 +52,18 @@ class Cached:
             "side": decodings.side(decoding, ""),
             "rows": list(decodings.rows(decoding)),
         }
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{self.file}.lock"), self.file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        with writing(self.file):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{self.file}.lock"), self.file.open("ab+") as file:
+                file.write(_end_of_line(file) + json.dumps(row).encode() + b"\n")
+
+
+def _end_of_line(file: BinaryIO) -> bytes:
+    """What ends the last line, if a process was killed while it wrote it."""
+    if not file.tell():
+        return b""
+    file.seek(-1, os.SEEK_END)
+    return b"" if file.read(1) == b"\n" else b"\n"
 
 
 def _key(row: Mapping[str, Any]) -> Key:

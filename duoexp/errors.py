@@ -9,14 +9,14 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
 from duoexp.config import Config, InputError
 from duoexp.masking import masked_override
 
 QUOTES = (
-    "on the command line, quote a value that holds one of = , # ; & ( { < or a letter beyond ASCII twice, as in "
+    "on the command line, quote a value with a sign such as = , # ; & ( [ { < or a letter beyond ASCII twice, as in "
     "'key=\"a value\"', or give a prompt as task.path=FILE.txt"
 )
 
@@ -68,12 +68,15 @@ def sentence(error: BaseException) -> str:
     if found := re.match(r"Could not override '([^']+)'", text):
         return _unknown_key(found[1])
     if found := re.match(r"Error merging override (.+)", text):
-        return f"{masked_override(found[1])} cannot be used: {_last(error)}"
+        hint = f"; {QUOTES}" if "to string" in _last(error) else ""  # it was taken for a list or a mapping
+        return f"{masked_override(found[1])} cannot be used: {_last(error)}{hint}"
+    if found := re.match(r"Ambiguous value for argument '(.*)'\n", text):
+        return f"{masked_override(found[1])} can mean several values, for which add -m; {QUOTES}"
+    if isinstance(error, InterpolationResolutionError | GrammarParseError):
+        return f"{text.splitlines()[0]}; give a text that holds ${{ as task.path=FILE.txt"
     if found := re.search(r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']*':((?:\n\t[^\n]+)+)", text):
         return f"{found[1]}={found[2]} is not there; choose {', '.join(found[3].split())}"
-    if re.search(
-        r"Exception: |^Error parsing override|^mismatched input|^no viable alternative", text.partition("\n")[0]
-    ):
+    if isinstance(error, OverrideParseException):
         return f"{masked_override(_unparsed() or text.splitlines()[0])} cannot be parsed; {QUOTES}"
     if text.startswith(("Error locating target", "Error in call to target")):
         return f"{text.splitlines()[0].partition(', set env var')[0].rstrip(':')} ({_last(error)})"

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,60 +22,89 @@ LINES = ("prompts.jsonl", "rounds.jsonl", "baseline.jsonl")  # answers; the targ
 
 
 class Record:
-    """The folder of one run. shared: others may come to it, and wait until this record is closed."""
+    """The folder of one run. shared: others may come to it, and wait until this record is closed.
+
+    Raises InputError wherever the folder cannot be written.
+    """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], shared: bool = False) -> None:
         self.folder = folder
-        self._lock = _locked(folder) if shared else None
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(masked(dict(config)))))
         self._open: dict[str, TextIO] = {}
-        self._log = logging.FileHandler(folder / "run.log")
+        with writing(folder), contextlib.ExitStack() as stack:
+            if shared:
+                stack.callback(_locked(folder).release)
+            (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(masked(dict(config)))))
+            self._log = _Log(folder / "run.log")
+            self._end = stack.pop_all()  # of what has to be ended, the last first
+        self._end.callback(self._log.close)
+        self._end.callback(logging.getLogger().removeHandler, self._log)
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(self._log)
 
     def write(self, name: str, value: Mapping[str, Any]) -> None:
         """A whole JSON file, there or not there, never half."""
-        draft = self.folder / f".{name}"
-        draft.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
-        draft.rename(self.folder / name)
+        self._replace(name, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
     def append(self, name: str, value: Mapping[str, Any]) -> None:
         """A line of a JSON lines file."""
-        if name not in self._open:
-            self._open[name] = (self.folder / name).open("a")
-        self._open[name].write(json.dumps(value, allow_nan=False) + "\n")
+        line = json.dumps(value, allow_nan=False) + "\n"
+        with writing(self.folder / name):
+            if name not in self._open:
+                self._open[name] = (self.folder / name).open("a")
+            self._open[name].write(line)
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Drops the other lines of the files that an earlier process left, before anything is appended."""
         for name in LINES:
             kept = [json.dumps(line) + "\n" for line in lines(self.folder / name) if wanted(line)]
-            draft = self.folder / f".{name}"
-            draft.write_text("".join(kept))
-            draft.rename(self.folder / name)
+            self._replace(name, "".join(kept))
 
     def log_traceback(self) -> None:
         """The traceback of the exception that is being handled, into the log alone: the console gets a sentence."""
         self._log.handle(logging.makeLogRecord({"name": "duoexp", "levelname": "ERROR", "msg": traceback.format_exc()}))
 
     def flush(self) -> None:
-        for file in self._open.values():
-            file.flush()
+        for name, file in self._open.items():
+            with writing(self.folder / name):
+                file.flush()
 
     def close(self) -> None:
-        for file in self._open.values():
-            file.close()
-        logging.getLogger().removeHandler(self._log)
-        self._log.close()
-        if self._lock is not None:
-            self._lock.release()
+        """All of it, even where a file cannot take the rest of what it was given."""
+        with writing(self.folder), self._end:
+            for file in self._open.values():
+                self._end.callback(file.close)
+
+    def _replace(self, name: str, text: str) -> None:
+        draft = self.folder / f".{name}"
+        with writing(self.folder / name):
+            draft.write_text(text)
+            draft.rename(self.folder / name)
+
+
+class _Log(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Says nothing: where the log cannot be written, the files beside it cannot either, and they end the run."""
+
+
+@contextlib.contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Raises InputError where the disk is full, or the place is not ours to write to."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"output_dir: {place} cannot be written ({error.strerror or error}); "
+            "make room or give rights there, or give another output_dir"
+        ) from error
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a JSON lines file; none when it is not there. Stops at one that a killed process left half."""
+    """The lines of a JSON lines file; none when it is not there. Passes over what killed processes left half."""
     found: list[dict[str, Any]] = []
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError), file.open() as source:
+    with contextlib.suppress(FileNotFoundError), file.open(errors="replace") as source:
         for line in source:
-            found.append(json.loads(line))
+            with contextlib.suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
     return found
 
 

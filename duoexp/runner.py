@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -137,10 +137,14 @@ def run(cfg: DictConfig, profiles: Path) -> dict[str, Any]:
     Raises InputError before any model loads, RunFailed when an answer was not the target's own or none came out.
     """
     plan = prepare(cfg, profiles)
-    record, results, status, description = _record(plan), Results(), "failed", machine.describe()
+    with closing(_record(plan)) as record:
+        return _run(plan, record)
+
+
+def _run(plan: Plan, record: Record) -> dict[str, Any]:
+    results, status, description = Results(), "failed", machine.describe()
     if plan.config.resume:
         if stands(record.folder):  # by another process, which was waited for
-            record.close()
             return summary_of(record.folder)
         results.answers += resumed(record, plan.prompts, description)
     about, shown, live = plan.about(len(results.answers)), terminal.console(), plan.config.view == "live"
@@ -162,9 +166,10 @@ def run(cfg: DictConfig, profiles: Path) -> dict[str, Any]:
         raise
     finally:
         summary = summarize(about, results, status)
-        record.write("summary.json", summary)
-        plan.tracker.finish(summary, 0 if status == "finished" and not _fault(summary) else 1)
-        record.close()
+        try:
+            record.write("summary.json", summary)
+        finally:
+            plan.tracker.finish(summary, 0 if status == "finished" and not _fault(summary) else 1)
     terminal.show(shown, summary, results, str(record.folder), answers=not live)
     if fault := _fault(summary):
         raise RunFailed(fault)

@@ -24,6 +24,7 @@ from duoexp import child
 from duoexp.config import CONF, InputError, SweepConfig, check_name, check_sweep
 from duoexp.errors import is_told, sentence, tell, told
 from duoexp.masking import masked, masked_override
+from duoexp.record import writing
 
 if TYPE_CHECKING:
     from duoexp.runner import Plan
@@ -193,10 +194,11 @@ def _done(job: Job) -> Job:
 
 def _write(folder: Path, job: Job) -> None:
     """A file a job, whole or not there: jobs of other processes and machines write beside it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f".{job.number:03}.json"
-    draft.write_text(json.dumps(asdict(job), indent=2) + "\n")
-    draft.rename(folder / f"{job.number:03}.json")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f".{job.number:03}.json"
+        draft.write_text(json.dumps(asdict(job), indent=2) + "\n")
+        draft.rename(folder / f"{job.number:03}.json")
 
 
 def jobs(folder: Path) -> list[Job]:

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import multiprocessing
+import selectors
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeVar
 
+import psutil
 from torch import Tensor
 
 from duoexp.config import InputError
@@ -24,11 +26,16 @@ from duoexp.verify import Verdict
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+LOOK_S = 1.0  # after so long a child that is waited for is looked at
+QUIET_LOOKS = 60  # of a child that has neither worked nor spoken meanwhile, before it is given up
+
 Span = tuple[float, float]  # start and end of one draft step, on the clock that all processes share
 
 
 class DraftFailed(RuntimeError):
-    """The drafter raised, or its process died; the text holds its traceback or its exit code."""
+    """The drafter raised, proposed what is no draft of the size asked for, or its process died, hangs or talks
+    nonsense; the text says which, with the traceback or the exit code.
+    """
 
 
 @dataclass
@@ -133,7 +140,7 @@ class Inline:
                 break
             self._work.spans.append((begun, begun := time.perf_counter()))
             draft = step
-        _check_ids(draft.tokens[len(pending) :], self._vocabulary)
+        _check(draft, pending, budget, self._vocabulary)
         self._work.tokens += len(draft) - len(pending)
         return draft
 
@@ -245,6 +252,9 @@ class Process:
         self._process = context.Process(target=_serve, args=(child, build, placed), name="duoexp-draft", daemon=True)
         start_process(self._process)
         child.close()  # so that a dead child reads as the end of the pipe
+        self._readable, self._writable = (selectors.DefaultSelector() for _ in range(2))
+        self._readable.register(self._pipe, selectors.EVENT_READ)
+        self._writable.register(self._pipe, selectors.EVENT_WRITE)
         self._vocabulary, self._observes = vocabulary, observes
         self._observed: _Observed = None
         self._question, self._sent = 0, list[int]()
@@ -277,6 +287,7 @@ class Process:
         known = len(self._sent) if list(context[: len(self._sent)]) == self._sent else 0
         self._sent = list(context)
         self._pending = self._draft = pending
+        self._budget = budget
         self._asked, self._begun, self._whole = budget > 0 and depth != 0, False, False
         observed, self._observed = self._observed, None
         asked = (_bare(pending), budget, depth)
@@ -321,7 +332,8 @@ class Process:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
-        self._pipe.close()
+        for each in (self._readable, self._writable, self._pipe):
+            each.close()
 
     def _drain(self) -> None:
         while self._pipe.poll():
@@ -333,26 +345,52 @@ class Process:
         self._work.spans += message.spans
         if message.question != self._question:
             return False
-        _check_ids(message.part.tokens, self._vocabulary)
-        self._draft, self._begun, self._whole = self._draft.join(message.part), True, message.last
+        draft = self._draft.join(message.part)
+        _check(draft, self._pending, self._budget, self._vocabulary)
+        self._draft, self._begun, self._whole = draft, True, message.last
         return True
 
     def _send(self, message: object) -> None:
+        self._await(self._writable)
         try:
             self._pipe.send(message)
         except OSError as error:
             raise self._death() from error
 
     def _receive(self) -> _Answer:
+        self._await(self._readable)
         try:
             message = self._pipe.recv()
-        except (EOFError, OSError) as error:
+        except (EOFError, ConnectionError) as error:
             raise self._death() from error
+        except Exception as error:  # bytes that are no message trip the reader up anywhere
+            raise DraftFailed(f"the draft process sent what is no answer ({type(error).__name__}: {error})") from error
         if isinstance(message, InputError):
             raise message
         if isinstance(message, str):
             raise DraftFailed(f"the drafter raised in its process:\n{message}")
+        if not isinstance(message, _Answer):
+            raise DraftFailed(f"the draft process sent what is no answer ({message!r})")
         return message
+
+    def _await(self, pipe: selectors.BaseSelector) -> None:
+        """Sleeps until the pipe can be used. A child that is stopped or hangs is killed and raised as failed.
+
+        Looks are counted, not seconds: while a whole terminal or machine is suspended, nobody looks. Loading a model
+        and a slow step take processor time, so neither is cut short.
+        """
+        used, quiet = -1.0, 0
+        while not pipe.select(LOOK_S):
+            if not self._process.is_alive():  # and another process holds its end of the pipe
+                raise self._death()
+            child = psutil.Process(self._process.pid)
+            before, used = used, sum(child.cpu_times()[:2])
+            quiet = quiet + 1 if used == before else 0
+            if quiet >= QUIET_LOOKS:
+                state = child.status()
+                self._process.kill()
+                seconds = quiet * LOOK_S
+                raise DraftFailed(f"the draft process did nothing for {seconds:g} s and was ended; it was {state}")
 
     def _death(self) -> DraftFailed:
         self._process.join(10)
@@ -364,11 +402,19 @@ def _bare(draft: Draft) -> Draft:
     return Draft(draft.tokens, draft.parents)
 
 
-def _check_ids(tokens: Sequence[int], vocabulary: int) -> None:
-    """An id that the target has not would stop it in the middle of a pass."""
+def _check(draft: Draft, pending: Draft, budget: int, vocabulary: int) -> None:
+    """Raises DraftFailed for a draft that would stop the target in the middle of a pass."""
+    if not isinstance(draft, Draft):
+        raise DraftFailed(f"the drafter proposed what is no draft ({draft!r})")
+    known = len(pending)
+    tokens, parents = draft.tokens[known:], draft.parents[known:]
     strange = [token for token in tokens if not 0 <= token < vocabulary]
     if strange:
         raise DraftFailed(f"the drafter proposed id {strange[0]}, but the vocabulary has {vocabulary} ids")
+    if len(tokens) > budget:
+        raise DraftFailed(f"the drafter proposed {len(tokens)} tokens, but {budget} were asked for")
+    if len(tokens) != len(parents) or not all(-1 <= parent < known + i for i, parent in enumerate(parents)):
+        raise DraftFailed(f"the drafter proposed what is no tree: tokens {tokens} behind nodes {parents}")
 
 
 def start_process(process: BaseProcess) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import engine, expected, inline, loaded, planned, prompt_of, target_of
+from conftest import drafts, engine, expected, inline, loaded, planned, prompt_of, target_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -128,6 +130,25 @@ def test_random_turns_of_context_and_tree_equal_a_fresh_prefill(lm: CachedLM, mo
                 draft = draft.grow(node, [token])
         rows = None if dice.random() < 0.4 else dice.sample(range(len(draft) + 1), dice.randrange(1, len(draft) + 2))
         check(lm, model, context, draft, rows)
+
+
+TURN = st.tuples(
+    st.lists(st.integers(0, 2), min_size=1, max_size=10),
+    drafts(most=6, tokens=3),
+    st.none() | st.sets(st.integers(0, 6)),
+)
+
+
+@settings(max_examples=25)
+@given(turns=st.lists(TURN, min_size=2, max_size=5))
+def test_any_turns_of_context_and_tree_equal_a_fresh_prefill(
+    loaded_lm: CachedLM, model: LlamaForCausalLM, turns: list[tuple[list[int], Draft, set[int] | None]]
+) -> None:
+    """Of few tokens, so that contexts and trees share beginnings; siblings may hold the same one."""
+    loaded_lm.clear()
+    for context, draft, wanted in turns:
+        rows = None if wanted is None else sorted(row for row in wanted if row <= len(draft)) or [0]
+        check(loaded_lm, model, context, draft, rows)
 
 
 @pytest.mark.parametrize("layer", (0, 1))

@@ -1,5 +1,6 @@
 """Runs, whole: what they print, what they leave on disk, how they end, and what they refuse to start."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -60,6 +61,15 @@ def strict(text: str) -> Any:
 
 def lines(file: Path) -> list[dict[str, Any]]:
     return [strict(line) for line in file.read_text().splitlines()]
+
+
+def module_of(file: Path) -> Any:
+    """A script, as a module."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # In this process

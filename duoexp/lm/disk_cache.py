@@ -1,8 +1,9 @@
 """Folders made once and kept: converted, downloaded and generated models."""
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from filelock import FileLock
@@ -27,19 +28,26 @@ def made(name: str, fill: Callable[[Path], None]) -> Path:
     entry = root() / name
     if entry.is_dir():
         return entry
-    try:
+    with writing(entry.parent):
         entry.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{entry}.lock"):
             if not entry.is_dir():
                 _make(entry, fill)
+    return entry
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises InputError when this folder of the cache cannot be written."""
+    try:
+        yield
     except Exception as error:
         if not _on_disk(error):
             raise
         raise InputError(
-            f"the cache folder {entry.parent} cannot be written ({error}); "
+            f"the cache folder {folder} cannot be written ({error}); "
             "make room or give rights there, or set DUOEXP_CACHE to another folder"
         ) from error
-    return entry
 
 
 def _make(entry: Path, fill: Callable[[Path], None]) -> None:

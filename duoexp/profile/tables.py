@@ -98,13 +98,14 @@ class Profile:
         return {"key": self.key, "timings": [asdict(self.timings[place]) for place in sorted(self.timings)]}
 
     def save(self) -> None:
-        """Into the cache, whole or not at all."""
+        """Into the cache, whole or not at all. Raises InputError when the cache cannot be written."""
         file = self.file
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{file}.lock"):
-            draft = file.with_suffix(".tmp")
-            draft.write_text(json.dumps(self.as_json(), indent=1) + "\n")
-            draft.rename(file)
+        with disk_cache.writing(file.parent):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{file}.lock"):
+                draft = file.with_suffix(".tmp")
+                draft.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+                draft.rename(file)
 
     @classmethod
     def kept(cls, key: dict[str, Any]) -> "Profile":
