@@ -3,10 +3,10 @@
     python benchmarks/interrupts.py [--count 50] [--seed 0] [--warm] [--folder FOLDER]
 
 Each run is `python -m duoexp` with a draft process, sent SIGINT, SIGTERM or SIGKILL at a moment between its start and
-its end. Afterwards its files can be read, nothing that it started is alive, and the same command with resume=true ends
-with the answers, rounds and figures of a run that nobody disturbed. It takes about ten minutes; with --warm the runs
-are forked from a process that has imported everything, which leaves out interrupts while modules are imported, and
-takes seconds.
+its end, alone or with all of its processes. Afterwards its files can be read, nothing that it started is alive, and the
+same command with resume=true ends with the answers, rounds and figures of a run that nobody disturbed. It takes about
+ten minutes; with --warm the runs are forked from a process that has imported everything, which leaves out interrupts
+while modules are imported, and takes seconds.
 """
 
 import argparse
@@ -44,6 +44,7 @@ FIGURES = ("answers", "tokens", "baseline_tokens", "tau", "alpha", "alpha_by_pos
 
 _begun: list["subprocess.Popen[bytes]"] = []  # kept, since one that is let go is waited for by Python itself
 
+Send = Callable[[int, int], None]  # os.kill or os.killpg
 Begin = Callable[[Path, str], int]  # the folder and the name of a run -> the id of its process
 
 
@@ -69,19 +70,24 @@ def trials(folder: Path, count: int, dice: random.Random, begin: Begin) -> None:
     wanted = facts(folder, "whole")
     for number in range(count):
         name, sent, moment = f"run{number}", dice.choice(SIGNALS), dice.uniform(0, whole_s)
-        code = disturbed(begin(folder, name), sent, moment)
+        send = dice.choice((os.kill, os.killpg))
+        code = disturbed(begin(folder, name), sent, moment, send)
         kept = check_files(folder, name, code)
         assert ended(begin(folder, name)) == 0, said(folder, name)
         assert facts(folder, name) == wanted, f"{name} ended otherwise"
-        print(f"{number}: {sent.name} after {moment:.2f} s, exit code {code}, {kept} answers kept", flush=True)
+        to = "all" if send is os.killpg else "one"
+        print(f"{number}: {sent.name} to {to} after {moment:.2f} s, exit code {code}, {kept} answers kept", flush=True)
 
 
-def disturbed(pid: int, sent: signal.Signals, moment: float) -> int:
-    """The exit code of a run that is sent this signal; everything that it had started is gone with it."""
+def disturbed(pid: int, sent: signal.Signals, moment: float, send: Send) -> int:
+    """The exit code of a run that is sent this signal; everything that it had started is gone with it.
+
+    To the run alone, as `kill` does, or to all of its processes, as a terminal and a scheduler do.
+    """
     time.sleep(moment)
     run = psutil.Process(pid)
     family = run.children(recursive=True)
-    os.kill(pid, sent)
+    send(pid, sent)
     code = ended(pid)
     end = time.monotonic() + 30
     while left := [each for each in [*family, *session(pid)] if each.is_running() and each.status() != "zombie"]:

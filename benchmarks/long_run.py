@@ -113,7 +113,10 @@ def answers(folder: Path, name: str) -> int:
 
 
 def watched(folder: Path, arguments: Sequence[str], done: Callable[[], int]) -> dict[int, tuple[float, float]]:
-    """Runs it to its end; for each count that `done` had, the memory of its process and of its children in MiB."""
+    """Runs it to its end; for each count that `done` had, the memory of its process and of its children in MiB.
+
+    As it was when the count was reached: at the last one the run ends.
+    """
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     memory: dict[int, tuple[float, float]] = {}
     with (folder / "out.txt").open("w") as out:
@@ -127,7 +130,8 @@ def watched(folder: Path, arguments: Sequence[str], done: Callable[[], int]) -> 
         run = psutil.Process(process.pid)
         while process.poll() is None:
             with contextlib.suppress(psutil.Error):  # it has just ended
-                memory[done()] = (resident(run), sum(resident(each) for each in run.children(recursive=True)))
+                now = (resident(run), sum(resident(each) for each in run.children(recursive=True)))
+                memory.setdefault(done(), now)
             time.sleep(0.2)
     assert process.returncode == 0, (folder / "out.txt").read_text()
     return memory

@@ -40,8 +40,17 @@ def is_told(error: BaseException) -> bool:
     return is_input(error) or type(error).__name__ in ("RunFailed", "DraftFailed")  # by name: their modules load torch
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an interrupt is behind it: a library that it met in the middle of something may raise an error of its
+    own.
+    """
+    return any(isinstance(each, KeyboardInterrupt) for each in _chain(error))
+
+
 def tell(error: Exception) -> int:
     """Tells of it on stderr, in a sentence or with its traceback; returns the exit code that goes with it."""
+    if is_interrupt(error):
+        return 130
     if not is_told(error):
         traceback.print_exception(error)
     print(f"error: {sentence(error)}", file=sys.stderr)

@@ -20,7 +20,7 @@ from duoexp.budget import Budget, Fixed
 from duoexp.config import Config, DraftConfig, InputError, budget_of, check, check_keys
 from duoexp.drafters import Drafter
 from duoexp.engine import Engine, Method
-from duoexp.errors import sentence
+from duoexp.errors import is_interrupt, sentence
 from duoexp.fit import Setting
 from duoexp.hardware import Hardware, Place, decide, placed
 from duoexp.live import Watched
@@ -161,6 +161,7 @@ def _run(plan: Plan, record: Record) -> dict[str, Any]:
         status = "interrupted"
         raise
     except Exception as error:
+        status = "interrupted" if is_interrupt(error) else "failed"
         results.error = sentence(error)
         record.log_traceback()
         raise

@@ -30,8 +30,7 @@ class Slot:
 def taken(slots: int) -> Iterator[Slot]:
     """The first free one of `slots` equal parts, until the context ends, whoever else asks on this machine."""
     folder = disk_cache.root() / "slots"
-    with disk_cache.writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     locks = [FileLock(folder / f"{platform.node()}-{number + 1}-of-{slots}.lock") for number in range(slots)]
     told = ""
     while True:

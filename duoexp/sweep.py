@@ -22,7 +22,7 @@ from rich.table import Table
 
 from duoexp import child
 from duoexp.config import CONF, InputError, SweepConfig, check_name, check_sweep
-from duoexp.errors import is_told, sentence, tell, told
+from duoexp.errors import is_interrupt, is_told, sentence, tell, told
 from duoexp.masking import masked, masked_override
 from duoexp.record import writing
 
@@ -134,6 +134,8 @@ def _run(cfg: DictConfig, settings: SweepConfig, begun: Job, folder: Path, shown
     try:
         plan = runner.prepare(cfg, CONF / "hardware")
     except Exception as error:  # what is wrong with this job is no fault of the others
+        if is_interrupt(error):
+            raise KeyboardInterrupt from error
         if not is_told(error):
             tell(error)
         return replace(begun, status="failed", reason=sentence(error), log=None)

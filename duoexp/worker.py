@@ -252,9 +252,8 @@ class Process:
         self._process = context.Process(target=_serve, args=(child, build, placed), name="duoexp-draft", daemon=True)
         start_process(self._process)
         child.close()  # so that a dead child reads as the end of the pipe
-        self._readable, self._writable = (selectors.DefaultSelector() for _ in range(2))
-        self._readable.register(self._pipe, selectors.EVENT_READ)
-        self._writable.register(self._pipe, selectors.EVENT_WRITE)
+        self._readable = _ready_for(self._pipe, selectors.EVENT_READ)
+        self._writable = _ready_for(self._pipe, selectors.EVENT_WRITE)
         self._vocabulary, self._observes = vocabulary, observes
         self._observed: _Observed = None
         self._question, self._sent = 0, list[int]()
@@ -374,17 +373,17 @@ class Process:
         return message
 
     def _await(self, pipe: selectors.BaseSelector) -> None:
-        """Sleeps until the pipe can be used. A child that is stopped or hangs is killed and raised as failed.
+        """Sleeps until the pipe can be used. Kills a child that is stopped or hangs, and raises DraftFailed.
 
-        Looks are counted, not seconds: while a whole terminal or machine is suspended, nobody looks. Loading a model
-        and a slow step take processor time, so neither is cut short.
+        Looks are counted, not seconds: while a whole terminal or machine is suspended, nobody looks. Loading a model,
+        compiling it and a slow step take processor time, so none of them is cut short.
         """
         used, quiet = -1.0, 0
         while not pipe.select(LOOK_S):
             if not self._process.is_alive():  # and another process holds its end of the pipe
                 raise self._death()
             child = psutil.Process(self._process.pid)
-            before, used = used, sum(child.cpu_times()[:2])
+            before, used = used, _processor_s(child)
             quiet = quiet + 1 if used == before else 0
             if quiet >= QUIET_LOOKS:
                 state = child.status()
@@ -395,6 +394,22 @@ class Process:
     def _death(self) -> DraftFailed:
         self._process.join(10)
         return DraftFailed(f"the draft process ended by itself with exit code {self._process.exitcode}")
+
+
+def _ready_for(pipe: Connection, event: int) -> selectors.BaseSelector:
+    """Made once: `Connection.poll` makes one at each call, which takes longer than the call itself."""
+    selector = selectors.DefaultSelector()
+    selector.register(pipe, event)
+    return selector
+
+
+def _processor_s(process: psutil.Process) -> float:
+    """What it and those that it started have used so far."""
+    used = 0.0
+    for each in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, and differs from before in that
+            used += sum(each.cpu_times()[:2])
+    return used
 
 
 def _bare(draft: Draft) -> Draft:

@@ -7,10 +7,10 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
@@ -73,11 +73,13 @@ class Unruly(Drafter):
     """Drafts as the target speaks, and at its third question as the prompt's first id says."""
 
     questions = 0
+    pipe: Any = None  # to the target's process, if this is another
 
     def propose(self, context: Sequence[int], pending: Draft, budget: int, depth: int | None = None) -> Iterator[Draft]:
         self.questions += 1
         kind = KINDS[context[0] - FIRST] if self.questions >= 3 else "well"
-        message(kind)
+        if self.pipe is not None:
+            misbehave(kind, self.pipe)
         if (kind in PROPOSALS and kind != "slow") or kind == "no draft at all":
             yield from proposed(kind, pending, budget)
             return
@@ -106,17 +108,11 @@ def proposed(kind: str, pending: Draft, budget: int) -> Iterator[Any]:
         yield "garbage"
 
 
-def message(kind: str) -> None:
-    """Sends it around the worker's back, or ends it. Without a pipe, in the target's own process, nothing happens."""
-    frame: Any = sys._getframe()
-    while frame is not None and "pipe" not in frame.f_locals:
-        frame = frame.f_back
-    if frame is None:
-        return
-    pipe, number = frame.f_locals["pipe"], frame.f_locals["number"]
+def misbehave(kind: str, pipe: Connection) -> None:
+    """Sends what its worker does not know of, or ends it."""
     if kind.startswith("an answer"):
-        other = number - 1 if "older" in kind else number + 1000
-        pipe.send(workers._Answer(other, Draft((9, 9), (-1, 0)), (), True, time.perf_counter()))
+        question = 1 if "older" in kind else 10**6
+        pipe.send(workers._Answer(question, Draft((9, 9), (-1, 0)), (), last=True, sent=time.perf_counter()))
     elif kind == "no answer":
         pipe.send(42)
     elif kind == "no pickle":
@@ -147,8 +143,14 @@ class Kept:
 def processes() -> Iterator[dict[str, Process]]:
     """One for all that it survives, and one for each that it does not. Forked: a spawned one takes seconds to start."""
     with pytest.MonkeyPatch.context() as patch:
-        context = multiprocessing.get_context("fork")
+        context, answer_all = multiprocessing.get_context("fork"), workers._answer_all
+
+        def with_pipe(pipe: Connection, drafter: Any) -> None:
+            drafter.pipe = pipe
+            answer_all(pipe, drafter)
+
         patch.setattr(workers.multiprocessing, "get_context", lambda _: context)
+        patch.setattr(workers, "_answer_all", with_pipe)
         found = {kind: Process(Unruly, contextlib.nullcontext, IDS) for kind in ("", *FATAL)}
         found["busy"] = Process(busy, contextlib.nullcontext, IDS)
     found[""].ready()
