@@ -71,9 +71,9 @@ def trials(folder: Path, count: int, dice: random.Random, begin: Begin) -> None:
     wanted = facts(folder, "whole")
     number = 0
     while number < count:
-        name, sent, moment = f"run{number}", dice.choice(SIGNALS), dice.uniform(0, whole_s)
-        send = dice.choice((os.kill, os.killpg))
-        code = disturbed(begin(folder, name), sent, moment, send)
+        name, moment = f"run{number}", dice.uniform(0, whole_s)
+        sent, send = SIGNALS[number % 3], (os.kill, os.killpg)[number % 2]
+        code = disturbed(begin(folder, name), sent, moment, send, lambda name=name: finished(folder, name))
         if code is None:
             whole_s = moment  # the machine has become faster
             shutil.rmtree(folder / "outputs" / "runs" / name)
@@ -86,20 +86,21 @@ def trials(folder: Path, count: int, dice: random.Random, begin: Begin) -> None:
         number += 1
 
 
-def disturbed(pid: int, sent: signal.Signals, moment: float, send: Send) -> int | None:
+def disturbed(pid: int, sent: signal.Signals, moment: float, send: Send, over: Callable[[], bool]) -> int | None:
     """The exit code of a run that is sent this signal; everything that it had started is gone with it.
 
     To the run alone, as `kill` does, or to all of its processes, as a terminal and a scheduler do. None for a run that
-    has ended before.
+    has ended before. over: whether its result is on disk, after which alone it may end as if it had heard nothing.
     """
     time.sleep(moment)
     run = psutil.Process(pid)
     if run.status() == psutil.STATUS_ZOMBIE:
         assert ended(pid) == 0
         return None
-    family = run.children(recursive=True)
+    family, late = run.children(recursive=True), over()
     send(pid, sent)
     code = ended(pid)
+    assert code or late, f"{sent.name} after {moment:.2f} s was not heard"
     end = time.monotonic() + 30
     while left := [each for each in [*family, *session(pid)] if alive(each)]:
         assert time.monotonic() < end, f"{sent.name} after {moment:.2f} s left {left}"
@@ -142,6 +143,10 @@ def check_files(folder: Path, name: str, code: int) -> int:
         if code == 130 and (run / "summary.json").is_file():
             assert json.loads((run / "summary.json").read_text())["status"] in ("interrupted", "finished")
     return kept
+
+
+def finished(folder: Path, name: str) -> bool:
+    return any(folder.glob(f"outputs/runs/{name}/*/summary.json"))
 
 
 def facts(folder: Path, name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import drafts, engine, expected, inline, loaded, planned, prompt_of, target_of
+from conftest import engine, expected, inline, loaded, planned, prompt_of, target_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -132,22 +132,33 @@ def test_random_turns_of_context_and_tree_equal_a_fresh_prefill(lm: CachedLM, mo
         check(lm, model, context, draft, rows)
 
 
+TOKEN = st.integers(0, 2)  # so few that contexts and trees share beginnings
 TURN = st.tuples(
-    st.lists(st.integers(0, 2), min_size=1, max_size=10),
-    drafts(most=6, tokens=3),
-    st.none() | st.sets(st.integers(0, 6)),
+    st.integers(0, 3),  # how much of the context is taken back
+    st.none() | st.integers(0, 9),  # or the node along which it goes on
+    st.lists(TOKEN, max_size=2),  # what follows
+    st.lists(st.tuples(st.integers(0, 9), TOKEN), max_size=4),  # nodes that grow, each on another
+    st.none() | st.sets(st.integers(0, 9)),  # the rows that are wanted
 )
 
 
-@settings(max_examples=25)
-@given(turns=st.lists(TURN, min_size=2, max_size=5))
+@settings(max_examples=40)
+@given(turns=st.lists(TURN, min_size=3, max_size=8))
 def test_any_turns_of_context_and_tree_equal_a_fresh_prefill(
-    loaded_lm: CachedLM, model: LlamaForCausalLM, turns: list[tuple[list[int], Draft, set[int] | None]]
+    loaded_lm: CachedLM, model: LlamaForCausalLM, turns: list[Any]
 ) -> None:
-    """Of few tokens, so that contexts and trees share beginnings; siblings may hold the same one."""
     loaded_lm.clear()
-    for context, draft, wanted in turns:
-        rows = None if wanted is None else sorted(row for row in wanted if row <= len(draft)) or [0]
+    context, draft = [1, 2, 0], Draft()
+    for cut, along, more, grown, wanted in turns:
+        if along is None:
+            context = [*(context[: len(context) - cut] or [1]), *more]
+        else:
+            node = along % (len(draft) + 1) - 1
+            context = [*context, *(draft.tokens[each] for each in draft.path(node)), *more]
+            draft = draft.below(node)
+        for parent, token in grown:
+            draft = draft.grow(parent % (len(draft) + 1) - 1, [token])
+        rows = None if wanted is None else [row for row in wanted if row <= len(draft)] or [0]
         check(loaded_lm, model, context, draft, rows)
 
 
