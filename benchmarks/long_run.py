@@ -32,8 +32,7 @@ SETTINGS = (
     *("hardware.target.dtype=float32", "hardware.draft.dtype=float32", "draft.budget=6", "tracker=none"),
     *("task=prompt", "task.text=null", "task.limit=null", "sampling.max_new_tokens=24", "sampling.temperature=0.8"),
 )
-# An answer's record: some 40 passes, each less than 2 KiB in memory.
-RECORD_MIB = 80 / 1024
+RECORD_MIB = 30 / 1024  # of an answer, which is kept to the end: some 40 passes, of half a KiB each
 SLACK_MIB = 8  # of pages that the allocator takes and gives back as it likes
 
 

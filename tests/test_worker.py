@@ -420,9 +420,9 @@ def test_a_message_takes_no_longer_than_it_is_waited_for(shared: tuple[Process, 
 
 def test_close_ends_the_process(tmp_path: Path) -> None:
     worker = fresh(tmp_path)
-    worker.ask([1], Draft(), 3)  # even before it is ready
+    worker.ask([1], Draft(), 3)  # even before it is ready, which takes a busy machine longer than it is given
     worker.close()
-    assert worker._process.exitcode == 0
+    assert worker._process.exitcode in (0, -signal.SIGKILL)
     worker.close()
 
 
