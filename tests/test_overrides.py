@@ -27,7 +27,7 @@ def quoted(text: str) -> str:
     return QuotedString(text, Quote.double).with_quotes()
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(TEXTS)
 def test_a_quoted_text_is_taken_as_it_is(text: str) -> None:
     assert PARSER.parse_override(f"task.text={quoted(text)}").value() == text
