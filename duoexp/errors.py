@@ -106,6 +106,8 @@ def _unparsed() -> str | None:
 def _unknown_key(key: str) -> str:
     parent, _, name = key.rpartition(".")
     allowed = _keys(parent)
+    if name in allowed:
+        return f"{key} is no choice of this command; leave it out"
     near = difflib.get_close_matches(name, allowed, n=1)
     way = f"did you mean {'.'.join(filter(None, [parent, near[0]]))}" if near else "see the keys with --cfg job"
     known = f", {parent or 'the config'} has {', '.join(allowed)}" if allowed else ""

@@ -293,6 +293,7 @@ def test_a_peer_that_dies_drops_out(tmp_path: Path, llama_cpp: Path, monkeypatch
         (["methods=['vanilla model.draft=self']"], "overrides model.draft=self, which is the same for all"),
         (["sampling.temperature=1"], "sampling.temperature=1.0 is not for a comparison"),
         (["name=a/b"], "name='a/b'"),
+        (["tracker=none"], "tracker is no choice of this command; leave it out"),
     ],
 )
 def test_what_cannot_be_compared_is_told(
