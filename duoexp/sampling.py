@@ -38,7 +38,7 @@ class Sampler:
 
     def token(self, logits: Tensor, position: int) -> int:
         """The token at `position`; of equal scores, the one with the smallest id."""
-        return int(self.scores(logits, position).argmax())
+        return argmax(self.scores(logits, position)[None])[0]
 
     def tokens(self, logits: Tensor, positions: Sequence[int]) -> list[int]:
         """`token` of each row of [rows, vocabulary] at its position, with one copy to the host."""
@@ -47,7 +47,7 @@ class Sampler:
             size, device = scores.shape[-1], scores.device
             noise = {place: gumbel(size, self.seed, self.stream, place, device) for place in set(positions)}
             scores = scores + torch.stack([noise[place] for place in positions])
-        return scores.argmax(-1).tolist()
+        return argmax(scores)
 
     def probs(self, logits: Tensor) -> Tensor:
         """[vocabulary] -> the distribution that `token` draws from; a point mass at temperature 0."""
@@ -58,7 +58,8 @@ class Sampler:
 
     def draw(self, probs: Tensor, position: int) -> int:
         """A sample of `probs` [vocabulary] with the noise of `position`."""
-        return int((probs.log() + gumbel(len(probs), self.seed, self.stream, position, probs.device)).argmax())
+        noise = gumbel(len(probs), self.seed, self.stream, position, probs.device)
+        return argmax((probs.log() + noise)[None])[0]
 
     def uniform(self, position: int, trial: int) -> float:
         """A number in (0, 1) for the trial-th acceptance test at `position`."""
@@ -80,6 +81,16 @@ class Sampler:
                 torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, tokens, before >= self.top_p), -torch.inf
             )
         return scaled
+
+
+def argmax(scores: Tensor) -> list[int]:
+    """[rows, vocabulary] -> the best of each row; of equal scores, the one with the smallest id."""
+    if scores.device.type != "cpu":
+        return scores.argmax(-1).tolist()
+    # numpy's takes an eighth of the time of torch's, and a tenth of it where that reads bfloat16
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    found: list[int] = wide.detach().numpy().argmax(-1).tolist()
+    return found
 
 
 def gumbel(size: int, seed: int, stream: int, position: int, device: torch.device) -> Tensor:

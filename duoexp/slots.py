@@ -30,7 +30,8 @@ class Slot:
 def taken(slots: int) -> Iterator[Slot]:
     """The first free one of `slots` equal parts, until the context ends, whoever else asks on this machine."""
     folder = disk_cache.root() / "slots"
-    folder.mkdir(parents=True, exist_ok=True)
+    with disk_cache.writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     locks = [FileLock(folder / f"{platform.node()}-{number + 1}-of-{slots}.lock") for number in range(slots)]
     told = ""
     while True:
@@ -41,7 +42,8 @@ def taken(slots: int) -> Iterator[Slot]:
                 continue
             holder = _holder(lock)
             try:
-                holder.write_text(json.dumps(_own()))
+                with disk_cache.writing(folder):
+                    holder.write_text(json.dumps(_own()))
                 yield part(number, slots)
             finally:
                 holder.unlink(missing_ok=True)

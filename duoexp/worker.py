@@ -20,6 +20,7 @@ from torch import Tensor
 
 from duoexp.config import InputError
 from duoexp.drafters.base import Drafter
+from duoexp.sampling import argmax
 from duoexp.tree import Draft
 from duoexp.verify import Verdict
 
@@ -120,7 +121,7 @@ class Inline:
 
     def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
         if self.drafter.observes:
-            self.drafter.observe(draft, verdict, logits.argmax(-1).tolist())
+            self.drafter.observe(draft, verdict, argmax(logits))
 
     def enough(self) -> None:
         context, pending, _, depth, sequences = self._question
@@ -271,7 +272,7 @@ class Process:
 
     def observe(self, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
         if self._observes:
-            self._observed = (_bare(draft), verdict, logits.argmax(-1).tolist())
+            self._observed = (_bare(draft), verdict, argmax(logits))
 
     def ask(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor
 from duoexp.drafters.base import Drafter
 from duoexp.lm.causal_lm import CausalLM
 from duoexp.policy import FixedK, Policy, Row
-from duoexp.sampling import DRAFT, TARGET, Sampler
+from duoexp.sampling import DRAFT, TARGET, Sampler, argmax
 from duoexp.tree import Draft
 from duoexp.verify import Verdict
 
@@ -90,7 +90,7 @@ class _ModelRow:
 
     def best(self, count: int = 1) -> list[int]:
         scores = self.drafter.sampler.scores(self.logits, self.position)
-        first = int(scores.argmax())  # of equal scores the same as the target's; topk has its own way with them
+        [first] = argmax(scores[None])  # of equal scores the same as the target's; topk has its own way with them
         if count == 1:
             return [first]
         values, tokens = scores.topk(min(count, len(scores)))
