@@ -10,8 +10,8 @@ from duoexp.lm.causal_lm import CausalLM
 from duoexp.sampling import Sampler
 
 # How far passes of different widths may move a logit against another, in units of the dtype's epsilon times the largest
-# logit. Seen with a 30-layer model on a CPU: in passes 3 to 16 tokens wide 1.4 in bfloat16 and 7 in float32; in bfloat16
-# behind 30 tokens out of trees of 64 nodes, whose rounding stays in the cache, 2.7, and as much between two engines.
+# logit. Seen with a 30-layer model on a CPU: in passes 3 to 16 tokens wide 1.4 in bfloat16, 7 in float32. In bfloat16
+# behind 30 tokens out of trees of 64 nodes, whose rounding stays in the cache, 2.7; as much between two engines.
 ROUNDING = {torch.float32: 16.0, torch.bfloat16: 4.0, torch.float16: 4.0}
 
 

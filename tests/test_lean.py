@@ -233,3 +233,16 @@ def test_settings_that_no_model_has_are_refused() -> None:
             LeanLM.from_model(model, VOCABULARY, layers=layers)
     with pytest.raises(InputError, match="weights of 3 bits"):
         LeanLM.from_model(model, VOCABULARY, bits=3)
+
+
+@pytest.mark.parametrize("bits", [None, *BOUND])
+def test_a_processor_without_these_instructions_says_the_same(
+    bits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = drawn("llama, biases").bfloat16()
+    expected = list(spoken(LeanLM.from_model(model, VOCABULARY, bits)))
+    monkeypatch.setattr(linears, "multiplies_int8", lambda: False)
+    monkeypatch.setattr(linears, "packs_bf16", lambda: False)
+    for found, known in zip(spoken(LeanLM.from_model(model, VOCABULARY, bits)), expected, strict=True):
+        error = (found.float() - known.float()).square().mean().sqrt() / known.float().std()
+        assert error < BOUND.get(bits or 0, 0.02)
