@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true")
     parser.add_argument("--folder", type=Path)
     given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # to which a shell's background jobs are deaf
     with tempfile.TemporaryDirectory() as made:
         folder = given.folder or Path(made)
         os.environ.setdefault("DUOEXP_CACHE", str(folder / "cache"))

@@ -5,6 +5,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, here and in every process that a test starts
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import signal
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
@@ -22,6 +23,9 @@ from hypothesis import strategies as st
 # The same examples each time, so that a change alone makes a test fail; nothing is judged by the clock.
 settings.register_profile("seeded", derandomize=True, deadline=None, database=None)
 settings.load_profile("seeded")
+
+# A shell starts jobs in the background deaf to interrupts, and what they start is deaf as well.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CONF = Path(__file__).parent.parent / "conf"
 # The files of conf/draft: this project's methods, and the loops of others, which are bound to less.
