@@ -117,7 +117,7 @@ class Plan:
             "target": self.target.source,
             "draft": self.draft.source if self.draft else None,
             "method": self.config.draft.name,
-            "peer": self.drafter.library if isinstance(self.drafter, Peer) else None,
+            "peer": self.drafter.package if isinstance(self.drafter, Peer) else None,
             "hardware": asdict(self.hardware),
             "notes": list(self.notes),
             "key": self.key,

@@ -46,8 +46,8 @@ class Entrant:
 
     def about(self) -> dict[str, Any]:
         note = self.peer.note(self.plan.target, self.plan.draft) if self.peer else None
-        library = self.peer.library if self.peer else None
-        return {"draft": self.entry, "peer": library, "note": note, "cores": self.cores, "threads": self.place.threads}
+        package = self.peer.package if self.peer else None
+        return {"draft": self.entry, "peer": package, "note": note, "cores": self.cores, "threads": self.place.threads}
 
 
 @dataclass

@@ -43,11 +43,11 @@ class Stock:
 class Peer(ABC):
     """A peer decodes greedily and in turn, at one place, and nothing of this engine is in its way.
 
-    library: whose loop it is, with its version.
+    package: whose loop it is, with its version.
     """
 
     needs_model = False
-    library = ""
+    package = ""
 
     @abstractmethod
     def check(self, target: str, stop: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ class Peer(ABC):
 
     def note(self, target: Model, draft: Model | None) -> str:
         """What a reader of its numbers must know."""
-        return f"a peer: the loop and the model of {self.library}, without this engine"
+        return f"a peer: the loop and the model of {self.package}, without this engine"
 
     @abstractmethod
     def start(self, target: Model, draft: Model | None, hardware: Hardware, place: Place, stock: Stock) -> None:

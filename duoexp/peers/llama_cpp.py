@@ -38,7 +38,7 @@ class LlamaCpp(Peer):
         self._file = sources.gguf(target)
         if self._file is None:
             raise Unavailable(f"llama.cpp reads GGUF files, and the target {target} is none")
-        self.library = f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}"
+        self.package = f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}"
 
     def note(self, target: Model, draft: Model | None) -> str:
         how = "it computes with the blocks of the GGUF file and rounds activations to 8 bits, so that answers may part"

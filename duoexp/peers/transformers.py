@@ -25,7 +25,7 @@ from duoexp.schedule import Stop
 class Generate(Peer):
     """`generate` of the stock model, greedy."""
 
-    library = f"transformers {VERSION}"
+    package = f"transformers {VERSION}"
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}  # further ones, of transformers' GenerationConfig
