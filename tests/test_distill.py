@@ -20,7 +20,7 @@ from duoexp.__main__ import CONF
 from duoexp.config import InputError
 from duoexp.distill import __main__ as entry
 from duoexp.distill import data, divergence, export, files, hints, measure, recipe, settings, student
-from duoexp.lm import distilled, load, sources
+from duoexp.lm import distilled, linears, load, sources
 from duoexp.lm.copying import Copier, key
 from duoexp.lm.tokenizer import tokenizer_hash
 from duoexp.tree import Draft
@@ -137,8 +137,9 @@ def test_found_tokens_are_those_behind_the_longest_and_latest_match() -> None:
         assert found == expected
 
 
-def test_a_draft_is_read_as_the_end_of_its_context(made: Path) -> None:
+def test_a_draft_is_read_as_the_end_of_its_context(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is copied behind a node is what is copied behind the same tokens as context, where no match lies in them."""
+    monkeypatch.setattr(linears, "multiplies_int8", lambda: False)  # in 8 bits activations of few tokens share a scale
     place = target()
     draft = distilled.load_draft(made / "draft", place.checkpoint.path, place.tokens, torch.float32)
     context, tail = [256, *range(60, 100), 60, 61], [62, 63]
@@ -146,7 +147,7 @@ def test_a_draft_is_read_as_the_end_of_its_context(made: Path) -> None:
     for row, drafted in ((0, []), (1, tail[:1]), (2, tail)):
         draft.clear()
         alone = draft.logits([*context, *drafted])[0]
-        torch.testing.assert_close(nodes[row], alone, rtol=0.02, atol=0.2)  # activations are in 8 bits
+        torch.testing.assert_close(nodes[row], alone, rtol=0.02, atol=0.05)
 
 
 def test_phrases_are_the_commonest_ends_of_their_beginnings(made: Path) -> None:

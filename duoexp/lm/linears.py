@@ -39,8 +39,7 @@ class Dense:
 class Packed:
     """bfloat16 weights laid out once as the processor's instructions take them, which `F.linear` does at every call.
 
-    The results are the same to the last bit, and those of a row do not depend on the rows beside it. For one row of
-    SmolLM2-135M that takes a bit over half the time, and two thirds for 24.
+    The results are the same to the last bit, and those of a row do not depend on the rows beside it.
     """
 
     weight: Tensor  # in oneDNN's layout, which depends on the processor
@@ -138,7 +137,7 @@ class Int4:
 class Shortlisted:
     """A head whose best outputs, by 8 bits, are computed again from the weights as they are.
 
-    Of 100 tokens that SmolLM2-135M's rounded copy drafts, that keeps two which 8 bits alone lose, in 0.1 ms.
+    Which of them is the best is what a draft is asked for, and what 8 bits get wrong where two lie close together.
     """
 
     eight: Dynamic8
